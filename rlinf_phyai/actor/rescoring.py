@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rescore a step's actions in the very micro-batches that training will use.
+
+Floating-point results depend on which samples share a batch. PPO's ratio before the first optimizer step is exactly 1
+only if the old log-prob comes from the same computation on the same batch, so the rescoring walks the batches that
+``EmbodiedFSDPActor.run_training`` will build: the permutation of the ``T * B`` samples seeded with ``actor.seed +
+rank``, cut into blocks of ``actor.micro_batch_size``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Score = Callable[[dict[str, Any]], tuple[torch.Tensor, torch.Tensor | None]]
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How a step's samples are cut into micro-batches on one rank.
+
+    Attributes:
+        steps, envs: ``T`` chunk steps and ``B`` trajectories of this rank; sample ``i`` is step ``i // B`` of
+            trajectory ``i % B``.
+        micro_batch_size: ``actor.micro_batch_size``.
+        seed: ``actor.seed + rank``.
+    """
+
+    steps: int
+    envs: int
+    micro_batch_size: int
+    seed: int
+
+    @classmethod
+    def of(
+        cls, *, steps: int, envs: int, micro_batch_size: int, global_batch_size: int, world_size: int, seed: int
+    ) -> BatchPlan:
+        """Check the batch arithmetic that training asserts, before any work is done.
+
+        Raises:
+            ValueError: the samples of this rank do not fill whole global batches; names the keys.
+        """
+        per_rank = global_batch_size // world_size
+        if per_rank < 1 or global_batch_size % world_size or per_rank % micro_batch_size:
+            raise ValueError(
+                f"actor.global_batch_size ({global_batch_size}) must be a multiple of actor.micro_batch_size "
+                f"({micro_batch_size}) times the number of actor ranks ({world_size})."
+            )
+        if (steps * envs) % per_rank:
+            raise ValueError(
+                f"{steps} chunk steps x {envs} trajectories = {steps * envs} samples per actor rank do not divide "
+                f"into batches of {per_rank} (actor.global_batch_size {global_batch_size} / {world_size} ranks). "
+                "Change actor.global_batch_size, env.train.total_num_envs, env.train.rollout_epoch or "
+                "env.train.max_steps_per_rollout_epoch."
+            )
+        return cls(steps=steps, envs=envs, micro_batch_size=micro_batch_size, seed=seed)
+
+    def micro_batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield ``(step, env)`` index vectors, int64 ``[micro_batch_size]``, in training's order."""
+        order = torch.randperm(self.steps * self.envs, generator=torch.Generator().manual_seed(self.seed))
+        for samples in order.split(self.micro_batch_size):
+            yield samples // self.envs, samples % self.envs
+
+
+def take(inputs: Mapping[str, Any], step: torch.Tensor, env: torch.Tensor) -> dict[str, Any]:
+    """Pick samples from a nested dict of ``[T, B, ...]`` tensors; only the picked samples are copied.
+
+    (Flattening first would copy everything: the raw images of a step are about 10 GB.)
+    """
+    picked: dict[str, Any] = {}
+    for key, value in inputs.items():
+        if isinstance(value, torch.Tensor):
+            picked[key] = value[step, env]
+        elif isinstance(value, Mapping):
+            picked[key] = take(value, step, env)
+        else:
+            picked[key] = value
+    return picked
+
+
+def rescore(
+    forward_inputs: Mapping[str, Any], plan: BatchPlan, score: Score, *, logprob_shape: torch.Size
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Score every sample of a step.
+
+    Args:
+        forward_inputs: nested dict of ``[T, B, ...]`` tensors on the CPU.
+        plan: micro-batches to use.
+        score: maps a micro-batch of inputs to log-probs ``[b, c, d]`` and values ``[b]`` (or ``None``); called under
+            no_grad.
+        logprob_shape: ``[T, B, c, d]``, the shape the rollout reported.
+
+    Returns:
+        float32 CPU tensors: log-probs ``[T, B, c, d]`` and values ``[T, B]`` or ``None``.
+
+    Raises:
+        ValueError: the scores' shape differs from ``logprob_shape`` (both are named).
+    """
+    logprobs = torch.full(logprob_shape, torch.nan, dtype=torch.float32)
+    values: torch.Tensor | None = None
+    with torch.no_grad():
+        for step, env in plan.micro_batches():
+            scores, batch_values = score(take(forward_inputs, step, env))
+            expected = (step.numel(), *logprob_shape[2:])
+            if tuple(scores.shape) != expected:
+                raise ValueError(
+                    f"the actor scored log-probs of shape {tuple(scores.shape)} per micro-batch, the rollout "
+                    f"reported {expected}: check actor.model.num_action_chunks and actor.model.action_dim."
+                )
+            logprobs[step, env] = scores.float().cpu()
+            if batch_values is not None:
+                if values is None:
+                    values = torch.full(tuple(logprob_shape[:2]), torch.nan, dtype=torch.float32)
+                values[step, env] = batch_values.float().cpu().reshape(step.numel())
+    return logprobs, values

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RLinf's FSDP actor with rescoring and importance-sampling correction.
+
+Four hooks of ``EmbodiedFSDPActor`` are overridden, each as small as it can be: ``compute_advantages_and_returns``
+rescores before GAE, ``train_micro_batch`` hands the weight to the corrected loss, ``run_training`` adds the metrics,
+and ``setup_model_and_optimizer`` trims the list of synchronised weights. With ``recompute_logprobs`` and
+``importance_sampling_fix`` off, none of them does anything and the worker is stock RLinf, bit for bit.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, open_dict
+from rlinf.hybrid_engines.weight_syncer.bucket_syncer import BucketWeightSyncer
+from rlinf.utils.nested_dict_process import put_tensor_device
+from rlinf.workers.actor.fsdp_actor_worker import EmbodiedFSDPActor
+
+from rlinf_phyai import __version__
+from rlinf_phyai.actor.correction import CorrectionConfig, advantage_weights
+from rlinf_phyai.actor.losses import (
+    CORRECTED_LOSSES,
+    LOSS_PREFIX,
+    FirstUpdate,
+    MicroBatchCorrection,
+    correcting,
+    register_corrected_losses,
+)
+from rlinf_phyai.actor.metrics import CorrectionSums, first_update_metrics
+from rlinf_phyai.actor.rescoring import BatchPlan, rescore
+
+UNUSED_BY_ACTIONS = ("gemma_expert.lm_head.weight",)
+"""Trainable by name only: the action path never reads the expert's language head (0.5 GB at full size)."""
+
+
+class PhyaiActorWorker(EmbodiedFSDPActor):
+    """See the module's docstring. ``cfg`` is RLinf's resolved config; the copy held here may name a corrected loss."""
+
+    def __init__(self, cfg: DictConfig) -> None:
+        self.correction = CorrectionConfig.from_config(cfg)
+        super().__init__(corrected_config(cfg, self.correction))
+        self._setup_correction()
+
+    def _setup_correction(self) -> None:
+        """State of the current training step."""
+        self._correction_metrics: dict[str, float] = {}
+        self._weight_normalizer = 1.0
+        self._first_update: FirstUpdate | None = None
+        self._micro_batches_seen = 0
+
+    def confirm_backend(self) -> dict[str, str]:
+        """Which class really runs in this process: ``module``, ``class`` and the plugin's ``version``."""
+        return {"module": type(self).__module__, "class": type(self).__name__, "version": __version__}
+
+    def setup_model_and_optimizer(self) -> None:
+        """As RLinf; afterwards the bucket syncer no longer ships weights that no action depends on.
+
+        (The patch syncer compares the key sets of both sides and keeps its full list.)
+        """
+        super().setup_model_and_optimizer()
+        if isinstance(self.weight_syncer, BucketWeightSyncer):
+            self.param_names_need_sync = [n for n in self.param_names_need_sync if not n.endswith(UNUSED_BY_ACTIONS)]
+
+    # -- before training ---------------------------------------------------------------------------------------------
+
+    def compute_advantages_and_returns(self) -> dict[str, Any]:
+        """Rescore the step if asked, then RLinf's GAE or group advantage. Metrics wait for :meth:`run_training`.
+
+        Raises:
+            ValueError: a shape or value that rescoring or GAE cannot use.
+        """
+        self._correction_metrics = {}
+        if self.correction.recompute:
+            with self.worker_timer("actor/recompute_logprobs"):
+                self._rescore_step()
+        self._refuse_missing_values()
+        return super().compute_advantages_and_returns()
+
+    def _rescore_step(self) -> None:
+        batch = self.rollout_batch
+        q = batch["prev_logprobs"]
+        if self.is_weight_offloaded:
+            self.load_param_and_grad(self.device)
+        self.model.train()
+        plan = BatchPlan.of(
+            steps=q.shape[0],
+            envs=q.shape[1],
+            micro_batch_size=self.cfg.actor.micro_batch_size,
+            global_batch_size=self.cfg.actor.global_batch_size,
+            world_size=self._world_size,
+            seed=self.cfg.actor.seed + self._rank,
+        )
+        p, _ = rescore(batch["forward_inputs"], plan, self._score, logprob_shape=q.shape)
+        batch["rollout_logprobs"] = q.float()
+        batch["prev_logprobs"] = p
+
+        sums = CorrectionSums.of(p, batch["rollout_logprobs"], batch.get("loss_mask"), self.correction, batch_dims=2)
+        sums = sums.all_reduce(self.device)
+        self._weight_normalizer = sums.bounded_mean
+        self._correction_metrics.update(sums.metrics())
+
+    def _score(self, forward_inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The forward of RLinf's ``train_micro_batch``, argument by argument."""
+        compute_values = self.cfg.algorithm.adv_type == "gae"
+        with self.amp_context:
+            output = self.model(
+                forward_inputs=put_tensor_device(forward_inputs, self.device),
+                compute_logprobs=True,
+                compute_entropy=self.cfg.algorithm.entropy_bonus > 0,
+                compute_values=compute_values,
+                use_cache=False,
+            )
+        return output["logprobs"], output.get("values") if compute_values else None
+
+    def _refuse_missing_values(self) -> None:
+        """Values that nobody asked the rollout for travel as NaN; one that reaches GAE would poison every advantage."""
+        values = self.rollout_batch.get("prev_values")
+        if self.cfg.algorithm.adv_type != "gae" or values is None:
+            return
+        missing = torch.isnan(values).flatten(1).any(dim=1)
+        if bool(missing.any()):
+            raise ValueError(
+                f"prev_values of shape {tuple(values.shape)} is NaN at chunk steps "
+                f"{missing.nonzero().flatten().tolist()}: GAE needs every value. Set rollout.phyai.value_source: "
+                "rollout, or let the actor supply them (algorithm.recompute_logprobs: True with "
+                "rollout.phyai.value_source: actor)."
+            )
+
+    # -- training ----------------------------------------------------------------------------------------------------
+
+    def run_training(self) -> dict[str, float]:  # type: ignore[override]
+        """RLinf's update epochs; the returned metrics (tagged ``train/``) gain those of the correction."""
+        if not self.correction.recompute:
+            return super().run_training()
+        self._first_update, self._micro_batches_seen = FirstUpdate(), 0
+        metrics = super().run_training()
+        metrics.update(self._correction_metrics)
+        metrics.update(first_update_metrics(self._first_update, self.device))
+        self._first_update = None
+        return metrics
+
+    def train_micro_batch(
+        self, micro_batch: dict[str, torch.Tensor], metrics: dict[str, list[float]], *, is_last: bool
+    ) -> None:
+        """RLinf's step on one micro-batch, with what the corrected loss needs in place."""
+        if not self.correction.recompute:
+            return super().train_micro_batch(micro_batch, metrics, is_last=is_last)
+        weights = None
+        if self.correction.weights_advantage:
+            p, q = micro_batch["prev_logprobs"], micro_batch["rollout_logprobs"]
+            weights = advantage_weights(p, q, self.correction, normalizer=self._weight_normalizer).to(self.device)
+        before_first_step = self._micro_batches_seen < self.gradient_accumulation
+        self._micro_batches_seen += 1
+        with correcting(MicroBatchCorrection(weights, self._first_update if before_first_step else None)):
+            super().train_micro_batch(micro_batch, metrics, is_last=is_last)
+
+
+def corrected_config(cfg: DictConfig, correction: CorrectionConfig) -> DictConfig:
+    """``cfg`` itself without rescoring; otherwise a copy whose ``algorithm.loss_type`` names the corrected twin.
+
+    Raises:
+        ValueError: the loss has no corrected twin.
+    """
+    if not correction.recompute:
+        return cfg
+    loss_type = cfg.algorithm.loss_type
+    if loss_type not in CORRECTED_LOSSES:
+        raise ValueError(
+            f"algorithm.loss_type is {loss_type!r}; algorithm.recompute_logprobs works with "
+            f"{', '.join(CORRECTED_LOSSES)}. Choose one of these or turn the correction off."
+        )
+    register_corrected_losses()
+    cfg = copy.deepcopy(cfg)
+    with open_dict(cfg):
+        cfg.algorithm.loss_type = LOSS_PREFIX + loss_type
+    return cfg
