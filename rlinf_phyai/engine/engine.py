@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine: one loaded model, its life cycle, and the lock that orders steps and weight updates.
+
+It knows nothing of RLinf: it can be used and tested alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlinf_phyai.engine.config import EngineArgs
+from rlinf_phyai.engine.graphs import GraphCache
+from rlinf_phyai.engine.kernel_policy import KernelPolicy, load_kernel_policy
+from rlinf_phyai.engine.weight_update import Batch, UpdateState, WeightUpdater
+from rlinf_phyai.errors import KernelPolicyError, RequestError
+from rlinf_phyai.kernels import UnknownKernel, resolve
+from rlinf_phyai.models.pi05.checkpoint import LoadReport
+from rlinf_phyai.models.pi05.configuration import PI05Config
+from rlinf_phyai.models.pi05.plugin import PI05Model
+from rlinf_phyai.models.pi05.requests import (
+    CheckedRequest,
+    PI05Request,
+    PI05RolloutOutput,
+    PI05RolloutRequest,
+    check_request,
+)
+
+logger = logging.getLogger(__name__)
+
+PLUGINS = {"pi05": PI05Model}
+
+
+class Engine:
+    """A PI0.5 inference engine with hot weight updates. All calls are thread-safe; one runs at a time.
+
+    ``Engine(args)`` does everything: kernel choice, memory check, weight loading, tables and (on CUDA) graph capture.
+
+    Raises:
+        CheckpointError, KernelPolicyError, PhyaiError (does not fit), ValueError (unknown plugin).
+    """
+
+    def __init__(self, args: EngineArgs) -> None:
+        if args.plugin not in PLUGINS:
+            raise ValueError(f"EngineArgs.plugin is {args.plugin!r}; available: {', '.join(sorted(PLUGINS))}.")
+        runtime = args.config.runtime
+        self.device = _resolve_device(args.config.device.target)
+        self.params_dtype = args.config.device.params_dtype
+        self.runtime = runtime
+        self.kernel_policy: KernelPolicy = load_kernel_policy(runtime.kernel_policy)
+        try:
+            kernels, self.kernel_backends = resolve(self.kernel_policy.operations, self.device, self.kernel_policy.fallback)
+        except UnknownKernel as error:
+            raise KernelPolicyError(f"kernel policy {self.kernel_policy.name} ({self.kernel_policy.source}): {error}") from error
+        self._lock = threading.RLock()
+        self._graphs = GraphCache(runtime.max_graphs)
+        self._use_graphs = runtime.use_cuda_graph and self.device.type == "cuda"
+        self._ready: torch.cuda.Event | None = None
+        with torch.no_grad(), self._matmul_precision():
+            model = PLUGINS[args.plugin](
+                args.plugin_args, kernels, self.device, self.params_dtype, runtime.seed, runtime.progress
+            )
+            self._model: PI05Model | None = model
+            self._updater = WeightUpdater(model.weights, model.canonical_name, model.tables.refresh)
+            model.tables.refresh()
+        self.load_report: LoadReport = model.load_report
+        self.model_config: PI05Config = model.config
+        self.max_batch_size: int = model.args.max_batch_size
+        logger.info(
+            "engine: %s, %s, kernel policy %s; %s", self.device, self.params_dtype, self.kernel_policy.name, self.load_report.summary()
+        )
+        if self.device.type == "cuda":
+            self._warm_up(model)
+
+    # -- inference --------------------------------------------------------------------------------------------------------
+
+    def step(self, request: PI05Request) -> Tensor:
+        """Deterministic actions: float32 [B, H, D] on the engine's device.
+
+        Raises:
+            RequestError, EngineClosedError, EngineUnusableError, WeightUpdateError (an update is in progress).
+        """
+        with self._running(request) as (model, checked):
+            return model.scheduler.step(checked, self._run)
+
+    def rollout_step(self, request: PI05RolloutRequest) -> PI05RolloutOutput:
+        """Sampled actions with chain, log-probabilities and value. Raises as :meth:`step`."""
+        if not isinstance(request, PI05RolloutRequest):
+            raise RequestError(f"rollout_step needs a PI05RolloutRequest; found {type(request).__name__}.")
+        with self._running(request) as (model, checked):
+            if request.compute_value:
+                self._check_value_head()
+            return model.scheduler.rollout(checked, request.compute_value, self._run)
+
+    def value(self, request: PI05Request) -> Tensor:
+        """Critic after the VLM: float32 [B, 1], by the prefix alone. Raises as :meth:`step`."""
+        with self._running(request) as (model, checked):
+            self._check_value_head()
+            return model.scheduler.value(checked, self._run)
+
+    def _check_value_head(self) -> None:
+        missing = [name for name in self.load_report.optional if name.startswith("value_head.")]
+        if self.model_config.value_mode is not None and missing:
+            raise RequestError(
+                "the critic has no weights yet: the checkpoint holds no value_head.*; send them by a weight update first, or set "
+                "compute_value=False."
+            )
+
+    @contextmanager
+    def _running(self, request: PI05Request) -> Iterator[tuple[PI05Model, CheckedRequest]]:
+        with self._lock:
+            self._updater.check_usable()
+            assert self._model is not None
+            checked = check_request(
+                request, self.model_config, self.max_batch_size, self.device, self.runtime.check_finite
+            )
+            with torch.no_grad(), self._matmul_precision(), self._stream_order():
+                yield self._model, checked
+
+    def _run(self, key: Hashable, program: Any, keep_alive: Any) -> Any:
+        return self._graphs.run(key, program, keep_alive) if self._use_graphs else program()
+
+    @contextmanager
+    def _matmul_precision(self) -> Iterator[None]:
+        """TF32 for the few float32 GEMMs on CUDA, as the actor uses; the process's setting is restored."""
+        if self.device.type != "cuda":
+            yield
+            return
+        before = torch.backends.cuda.matmul.allow_tf32
+        torch.backends.cuda.matmul.allow_tf32 = True
+        try:
+            with torch.cuda.device(self.device):
+                yield
+        finally:
+            torch.backends.cuda.matmul.allow_tf32 = before
+
+    @contextmanager
+    def _stream_order(self) -> Iterator[None]:
+        """Orders calls that come from different CUDA streams."""
+        if self.device.type != "cuda":
+            yield
+            return
+        stream = torch.cuda.current_stream(self.device)
+        if self._ready is not None:
+            stream.wait_event(self._ready)
+        try:
+            yield
+        finally:
+            self._ready = stream.record_event(self._ready)
+
+    def _warm_up(self, model: PI05Model) -> None:
+        """One call of the largest batch: compiles kernels, captures the graph, and meets an out-of-memory error at start."""
+        c, batch = self.model_config, self.max_batch_size
+        size = c.vision.image_size
+        ids = torch.zeros(batch, c.tokenizer_max_length, dtype=torch.int64)
+        lens = torch.full((batch,), min(20, c.tokenizer_max_length))
+        cameras = min(2, c.num_cameras) if model.args.capture_rollout else c.num_cameras
+        pixels = torch.zeros(batch, cameras, 3, size, size, device=self.device)
+        noise = torch.zeros(batch, c.action_horizon, c.action_dim)
+        if model.args.capture_rollout:
+            sigmas = torch.zeros(batch, c.num_steps)
+            step_noise = torch.zeros(batch, c.num_steps, c.action_horizon, c.action_dim)
+            self.rollout_step(PI05RolloutRequest(pixels, ids, lens, noise, None, sigmas, step_noise, compute_value=False))
+        else:
+            self.step(PI05Request(pixels, ids, lens, noise))
+        torch.cuda.synchronize(self.device)
+
+    # -- weights ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        """Version of the weights; moves only when an update is finished."""
+        return self._updater.version
+
+    @property
+    def state(self) -> UpdateState:
+        """idle, updating-clean, updating-dirty, unusable or closed."""
+        return self._updater.state
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Every parameter by the actor's name and in its order, as a view of the live storage.
+
+        Writing to a view is allowed inside a weight update only. The expert's output head is a meta tensor.
+        """
+        with self._lock:
+            assert self._model is not None or self._updater.check_usable() is None
+            return dict(self._model.weights.views) if self._model is not None else {}
+
+    def begin_weight_update(self) -> None:
+        """Opens a weight update; steps are refused until it is finished or aborted. Raises WeightUpdateError."""
+        with self._lock:
+            self._updater.begin()
+
+    def update_weights(self, batch: Batch) -> None:
+        """Writes a mapping or iterable of (name, tensor), any subset, in place. Raises WeightUpdateError (nothing written)."""
+        with self._lock, self._matmul_precision(), self._stream_order():
+            self._updater.update(batch)
+
+    def finish_weight_update(self, version: int | None = None, require_all: bool = False) -> LoadReport:
+        """Commits the update: derived tables are refreshed, the version moves. Returns what came and what did not."""
+        with self._lock, torch.no_grad(), self._matmul_precision(), self._stream_order():
+            report = self._updater.finish(version, require_all)
+            came = set(report.loaded)
+            self.load_report.optional = [name for name in self.load_report.optional if name not in came]
+            return report
+
+    def abort_weight_update(self) -> None:
+        """Ends an update without committing. After a write the engine is unusable (mixed weights)."""
+        with self._lock:
+            self._updater.abort()
+
+    @contextmanager
+    def weight_update(self, version: int | None = None, require_all: bool = False) -> Iterator[Any]:
+        """``with engine.weight_update(version) as update: update(batch)``; commits at the end, aborts when the block raises."""
+        self.begin_weight_update()
+        try:
+            yield self.update_weights
+        except BaseException:
+            with self._lock:
+                self._updater.fail_session("a weight update failed after writes")
+            raise
+        self.finish_weight_update(version, require_all)
+
+    # -- life cycle -------------------------------------------------------------------------------------------------------
+
+    def captured_graphs(self) -> dict[Hashable, Any]:
+        """The captured CUDA graphs by key (empty on CPU or with graphs off)."""
+        with self._lock:
+            return self._graphs.graphs()
+
+    def close(self) -> None:
+        """Frees graphs, buffers and weights. A weight update in progress is ended. Closing twice is fine."""
+        with self._lock:
+            self._updater.close()
+            self._graphs.clear()
+            self._model = None
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+                torch.cuda.empty_cache()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _resolve_device(target: str) -> torch.device:
+    device = torch.device(target)
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(f"DeviceConfig.target is {target!r}, but torch sees no CUDA device; use 'cpu' or fix the driver.")
+        if device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        if device.index >= torch.cuda.device_count():
+            raise ValueError(f"DeviceConfig.target is {target!r}, but there are {torch.cuda.device_count()} CUDA devices.")
+    return device

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weight updates: all or nothing, in place, with a state machine that never lets mixed weights be used.
+
+::
+
+    idle --begin--> updating-clean --a write--> updating-dirty --finish--> idle (new version)
+                    updating-clean --abort----> idle           --abort or a failing finish--> unusable
+    any  --close--> closed (a session in progress is ended first)
+
+A batch is checked completely before its first write: unknown names, duplicates, wrong shapes or types reject the whole batch and
+leave the session as it was. Writes that happen outside a session (through the views of ``state_dict()``) are noticed at the next
+step, by torch's version counters, and make the engine unusable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rlinf_phyai.errors import EngineClosedError, EngineUnusableError, WeightUpdateError
+from rlinf_phyai.models.pi05.checkpoint import EMBEDDING, LM_HEAD, LoadReport
+
+Batch = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+
+_RECOVER = "Close this engine, build a new one and load the full weights."
+_TIED = (EMBEDDING, LM_HEAD)
+
+
+class UpdateState(Enum):
+    """Where the weights stand."""
+
+    IDLE = "idle"
+    CLEAN = "updating-clean"
+    DIRTY = "updating-dirty"
+    UNUSABLE = "unusable"
+    CLOSED = "closed"
+
+
+class Parameters(Protocol):
+    """What an updatable model offers."""
+
+    views: dict[str, Tensor]
+
+    def write_counters(self) -> tuple[int, ...]: ...
+
+    def is_optional(self, name: str) -> bool: ...
+
+
+class WeightUpdater:
+    """The state machine. It is not thread-safe: the engine calls it under its lock.
+
+    Args:
+        parameters: named views of the live weights.
+        canonical_name: maps a checkpoint's or actor's name to a view's name.
+        refresh: recomputes everything derived from the weights, in place.
+    """
+
+    def __init__(self, parameters: Parameters, canonical_name: Callable[[str], str], refresh: Callable[[], None]) -> None:
+        self._parameters, self._canonical_name, self._refresh = parameters, canonical_name, refresh
+        self.version = 0
+        self._state = UpdateState.IDLE
+        self._reason = ""
+        self._committed = parameters.write_counters()
+        self._report = LoadReport()
+
+    # -- state ------------------------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> UpdateState:
+        return self._state
+
+    def check_usable(self) -> None:
+        """Raises unless a step may run now.
+
+        Raises:
+            EngineClosedError, EngineUnusableError, WeightUpdateError (a session is in progress).
+        """
+        self._check_alive()
+        if self._state in (UpdateState.CLEAN, UpdateState.DIRTY):
+            raise WeightUpdateError("a weight update is in progress; finish or abort it before the next step.")
+        if self._parameters.write_counters() != self._committed:
+            self._fail("the weights were written outside of a weight update")
+            self._check_alive()
+
+    def _check_alive(self) -> None:
+        if self._state is UpdateState.CLOSED:
+            raise EngineClosedError("the engine is closed; build a new one.")
+        if self._state is UpdateState.UNUSABLE:
+            raise EngineUnusableError(f"the engine is unusable: {self._reason}. {_RECOVER}")
+
+    def _fail(self, reason: str) -> None:
+        self._state, self._reason = UpdateState.UNUSABLE, reason
+
+    def _check_session(self, call: str) -> None:
+        self._check_alive()
+        if self._state is UpdateState.IDLE:
+            raise WeightUpdateError(f"{call} needs a weight update in progress; call begin_weight_update() first.")
+
+    def _is_dirty(self) -> bool:
+        return self._state is UpdateState.DIRTY or self._parameters.write_counters() != self._committed
+
+    # -- session ----------------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Opens a session."""
+        self._check_alive()
+        if self._state is not UpdateState.IDLE:
+            raise WeightUpdateError("a weight update is already in progress; finish or abort it before the next one begins.")
+        self.check_usable()
+        self._report = LoadReport()
+        self._state = UpdateState.CLEAN
+
+    def update(self, batch: Batch) -> None:
+        """Writes one batch of (name, tensor); rejects it as a whole before the first write.
+
+        Raises:
+            WeightUpdateError: no session, unknown or repeated name, wrong shape, a tensor that is no float.
+        """
+        self._check_session("update_weights")
+        items = list(batch.items()) if isinstance(batch, Mapping) else list(batch)
+        targets = self._check_batch(items)
+        if not targets:
+            return
+        self._state = UpdateState.DIRTY
+        with torch.no_grad():
+            torch._foreach_copy_([view for _, view, _ in targets], [tensor for _, _, tensor in targets])
+        for name, view, tensor in targets:
+            self._report.loaded.append(name)
+            if tensor.dtype != view.dtype:
+                self._report.casts.append(f"{name}: {tensor.dtype} -> {view.dtype}")
+
+    def _check_batch(self, items: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor, Tensor]]:
+        """(canonical name, view, tensor) of what is to be written. Changes nothing when it raises."""
+        views = self._parameters.views
+        seen = set(self._report.loaded) | set(self._report.ignored)
+        ignored, targets, problems = [], [], []
+        for source, tensor in items:
+            name = self._canonical_name(source)
+            view = views.get(name)
+            if view is None:
+                problems.append(f"{source}: the model has no such parameter")
+            elif not isinstance(tensor, Tensor):
+                problems.append(f"{source}: found a {type(tensor).__name__}, expected a tensor")
+            elif name in seen:
+                problems.append(f"{source}: {name} came already in this update")
+            elif tuple(tensor.shape) != tuple(view.shape):
+                problems.append(f"{source}: found shape {tuple(tensor.shape)}, expected {tuple(view.shape)}")
+            elif not tensor.dtype.is_floating_point:
+                problems.append(f"{source}: found dtype {tensor.dtype}, expected a floating-point type")
+            elif tensor.is_meta and not view.is_meta:
+                problems.append(f"{source}: found a meta tensor, which has no data")
+            else:
+                seen.add(name)
+                if view.is_meta:
+                    ignored.append(name)
+                else:
+                    targets.append((name, view, tensor))
+        problems += self._check_tied(targets)
+        if problems:
+            raise WeightUpdateError(f"weight update rejected, nothing of this batch was written: {'; '.join(problems[:8])}.")
+        self._report.ignored += ignored
+        return targets
+
+    def _check_tied(self, targets: list[tuple[str, Tensor, Tensor]]) -> list[str]:
+        """The embedding and the output head are one tensor: when both come, they must hold the same values."""
+        values = [tensor for name, _, tensor in targets if name in _TIED]
+        if values and any(name in _TIED for name in self._report.loaded):
+            values.append(self._parameters.views[EMBEDDING])
+        if len(values) < 2:
+            return []
+        first, second = values[0], values[1]
+        if torch.equal(first, second.to(device=first.device, dtype=first.dtype)):
+            return []
+        return [f"{EMBEDDING} and {LM_HEAD} are one tensor in this model but came with different values"]
+
+    def finish(self, version: int | None, require_all: bool) -> LoadReport:
+        """Refreshes what is derived and moves the version.
+
+        Args:
+            version: the new version, not below the present one; None counts up by one.
+            require_all: every parameter must have come in this session.
+
+        Raises:
+            WeightUpdateError: no session, a version below the present one, or missing names. When something had been
+                written already, the engine is unusable afterwards.
+        """
+        self._check_session("finish_weight_update")
+        report, self._report = self._report, LoadReport()
+        dirty = self._is_dirty()
+        try:
+            self._complete_report(report)
+            new_version = self.version + 1 if version is None else int(version)
+            if new_version < self.version:
+                raise WeightUpdateError(f"version {new_version} is below the present version {self.version}; versions never go back.")
+            if require_all and report.missing:
+                raise WeightUpdateError(f"require_all: {len(report.missing)} parameters did not come, first {report.missing[:8]}.")
+            if dirty:
+                self._refresh()
+            self._committed = self._parameters.write_counters()
+            self.version = new_version
+            self._state = UpdateState.IDLE
+        except BaseException as error:
+            self._leave(dirty, f"finish_weight_update failed after writes ({type(error).__name__}: {error})")
+            raise
+        return report
+
+    def _complete_report(self, report: LoadReport) -> None:
+        came = set(report.loaded)
+        tied_came = bool(came & set(_TIED))
+        for name, view in self._parameters.views.items():
+            if name in came or view.is_meta or (name in _TIED and tied_came):
+                continue
+            (report.optional if self._parameters.is_optional(name) else report.missing).append(name)
+
+    def abort(self) -> None:
+        """Ends a session. Without writes the engine goes on with the old weights; with writes it is unusable."""
+        self._check_session("abort_weight_update")
+        self._report = LoadReport()
+        self._leave(self._is_dirty(), "a weight update was aborted after writes")
+
+    def _leave(self, dirty: bool, reason: str) -> None:
+        if dirty:
+            self._fail(reason)
+        else:
+            self._state = UpdateState.IDLE
+
+    def fail_session(self, reason: str) -> None:
+        """Ends a session whose writer failed outside of these calls."""
+        if self._state in (UpdateState.CLEAN, UpdateState.DIRTY):
+            self._leave(self._is_dirty(), reason)
+
+    def close(self) -> None:
+        """Ends a session and refuses everything from now on."""
+        self._report = LoadReport()
+        self._state = UpdateState.CLOSED

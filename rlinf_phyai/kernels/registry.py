@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which backends implement which operation, and how a policy's choice becomes callables.
+
+A backend module may define ``unsupported_reason(device) -> str | None``; it is asked before any of its functions is used.
+Modules are imported only when a policy names them, so a machine without Triton or FlashInfer can run the others.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+Op = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """One callable per operation. Signatures and rounding rules: see :mod:`rlinf_phyai.kernels.torch_ops`."""
+
+    linear: Op
+    suffix_linear: Op
+    linear_gelu: Op
+    rms_norm: Op
+    add_rms_norm: Op
+    ada_rms_norm: Op
+    add_ada_rms_norm: Op
+    layer_norm: Op
+    add_layer_norm: Op
+    gated_gelu: Op
+    rope_cache: Op
+    attention: Op
+    suffix_attention: Op
+    vision_attention: Op
+    denoise_update: Op
+
+
+OPERATIONS: tuple[str, ...] = tuple(f.name for f in fields(Kernels))
+
+_TORCH = "rlinf_phyai.kernels.torch_ops"
+
+BACKENDS: dict[str, dict[str, str]] = {op: {"torch": f"{_TORCH}:{op}"} for op in OPERATIONS}
+
+
+class UnknownKernel(ValueError):
+    """An operation or backend that does not exist, or a backend that cannot run on this device."""
+
+
+def _close(name: str, allowed: list[str]) -> str:
+    near = difflib.get_close_matches(name, allowed, n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def check_operations(operations: Mapping[str, str]) -> None:
+    """Raises UnknownKernel when an operation or a backend name does not exist."""
+    for op, backend in operations.items():
+        if op not in BACKENDS:
+            raise UnknownKernel(f"unknown operation {op!r}; operations: {', '.join(OPERATIONS)}.{_close(op, list(BACKENDS))}")
+        if backend not in BACKENDS[op]:
+            raise UnknownKernel(
+                f"operation {op!r} has no backend {backend!r}; it has: {', '.join(sorted(BACKENDS[op]))}."
+                f"{_close(backend, list(BACKENDS[op]))}"
+            )
+
+
+def _load(op: str, backend: str, device: torch.device) -> tuple[Op | None, str]:
+    """The callable, or None and the reason why it cannot run on ``device``."""
+    module_name, _, function = BACKENDS[op][backend].partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        return None, f"its module cannot be imported ({error})"
+    reason = getattr(module, "unsupported_reason", lambda _device: None)(device)
+    return (None, reason) if reason else (getattr(module, function), "")
+
+
+def resolve(operations: Mapping[str, str], device: torch.device, fallback: str | None = None) -> tuple[Kernels, dict[str, str]]:
+    """Kernels for ``device`` and the backend really used per operation.
+
+    Args:
+        operations: operation -> backend; operations left out use ``torch``.
+        fallback: ``"torch"`` replaces a backend that cannot run on ``device``; None makes that an error.
+
+    Raises:
+        UnknownKernel: unknown name, or a backend that cannot run here and no fallback.
+    """
+    check_operations(operations)
+    chosen: dict[str, Op] = {}
+    used: dict[str, str] = {}
+    for op in OPERATIONS:
+        backend = operations.get(op, "torch")
+        function, reason = _load(op, backend, device)
+        if function is None:
+            if fallback != "torch":
+                raise UnknownKernel(
+                    f"operation {op!r}: backend {backend!r} cannot run on {device}: {reason}. Choose another backend "
+                    f"({', '.join(sorted(BACKENDS[op]))}) or set `fallback: torch` in the policy."
+                )
+            backend = "torch"
+            function, _ = _load(op, backend, device)
+        assert function is not None
+        chosen[op], used[op] = function, backend
+    return Kernels(**chosen), used

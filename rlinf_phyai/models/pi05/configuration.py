@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sizes of a PI0.5 model, read from a checkpoint.
+
+Sizes come from, in this order: ``config.json``'s ``rlinf_phyai`` object (our own checkpoints), the shapes of the tensors, and the
+published PI0.5 sizes for what shapes cannot tell (number of heads, horizon, prompt length).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+VALUE_MODES = ("mean_token", "last_token", "first_token", "expert")
+"""Critic inputs: three poolings of the prefix output (critic after the VLM), or the expert's output per denoise step."""
+
+
+@dataclass(frozen=True)
+class VisionConfig:
+    """SigLIP tower. Defaults: So400m/14 at 224 pixels."""
+
+    hidden_size: int = 1152
+    intermediate_size: int = 4304
+    num_layers: int = 27
+    num_heads: int = 16
+    patch_size: int = 14
+    image_size: int = 224
+    layer_norm_eps: float = 1e-6
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of one image."""
+        return (self.image_size // self.patch_size) ** 2
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+
+@dataclass(frozen=True)
+class GemmaConfig:
+    """One Gemma stack: the prefix (2B) or the action expert (300M)."""
+
+    width: int = 2048
+    depth: int = 18
+    mlp_dim: int = 16384
+    num_heads: int = 8
+    num_kv_heads: int = 1
+    head_dim: int = 256
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-6
+
+    @property
+    def attention_scale(self) -> float:
+        return self.head_dim**-0.5
+
+
+@dataclass(frozen=True)
+class PI05Config:
+    """All sizes of a PI0.5 model and of the policy on top of it.
+
+    Attributes:
+        action_horizon: actions the expert denoises at once (H).
+        action_dim: padded model action dimension (D).
+        tokenizer_max_length: prompt length of the actor, padding included.
+        num_steps: default number of denoise steps (N) of ``step``.
+        num_cameras: cameras of the actor's prefix, masked ones included.
+        value_mode: one of VALUE_MODES, or None without a critic.
+        chunk_critic_input: critic after the expert pools the first ``action_chunk`` outputs instead of all.
+        value_head_sizes: hidden sizes of the critic.
+    """
+
+    vision: VisionConfig = field(default_factory=VisionConfig)
+    prefix: GemmaConfig = field(default_factory=GemmaConfig)
+    expert: GemmaConfig = field(default_factory=lambda: GemmaConfig(width=1024, mlp_dim=4096))
+    vocab_size: int = 257_152
+    action_horizon: int = 10
+    action_dim: int = 32
+    action_chunk: int = 5
+    action_env_dim: int = 7
+    tokenizer_max_length: int = 200
+    num_steps: int = 10
+    num_cameras: int = 3
+    value_mode: str | None = None
+    chunk_critic_input: bool = False
+    value_head_sizes: tuple[int, ...] = (1024, 512, 256)
+
+    def __post_init__(self) -> None:
+        if self.value_mode is not None and self.value_mode not in VALUE_MODES:
+            raise ValueError(f"value_mode is {self.value_mode!r}; allowed: {', '.join(VALUE_MODES)} or None.")
+        if not 1 <= self.action_chunk <= self.action_horizon:
+            raise ValueError(
+                f"action_chunk is {self.action_chunk} but the model predicts action_horizon {self.action_horizon} actions; "
+                f"choose a chunk in 1..{self.action_horizon}."
+            )
+        if self.num_steps < 1:
+            raise ValueError(f"num_steps is {self.num_steps}; at least 1 denoise step is needed.")
+        shared = ("depth", "num_kv_heads", "head_dim", "num_heads")
+        for name in shared:
+            if getattr(self.prefix, name) != getattr(self.expert, name):
+                raise ValueError(
+                    f"prefix.{name} is {getattr(self.prefix, name)} and expert.{name} is {getattr(self.expert, name)}; the expert "
+                    "attends to the prefix layer by layer, so they must agree."
+                )
+
+    @property
+    def critic_after_vlm(self) -> bool:
+        return self.value_mode in ("mean_token", "last_token", "first_token")
+
+    @property
+    def value_input_width(self) -> int:
+        return self.prefix.width if self.critic_after_vlm else self.expert.width
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint_dir: str | Path) -> PI05Config:
+        """Sizes of the checkpoint in a directory (see the module's docstring).
+
+        Raises:
+            CheckpointError: no weights found, or they are no PI0.5 model.
+        """
+        from rlinf_phyai.models.pi05.checkpoint import tensor_shapes
+
+        directory = Path(checkpoint_dir)
+        file = directory / "config.json"
+        content = json.loads(file.read_text()) if file.is_file() else {}
+        return infer_config(tensor_shapes(directory), content)
+
+    def with_overrides(self, **overrides: Any) -> PI05Config:
+        """A copy in which every override that is not None replaces the field of that name."""
+        return replace(self, **{key: value for key, value in overrides.items() if value is not None})
+
+
+def infer_config(shapes: Mapping[str, tuple[int, ...]], content: Mapping[str, Any]) -> PI05Config:
+    """Sizes from canonical tensor names with shapes and the content of ``config.json``."""
+    own = content.get("rlinf_phyai")
+    if own is not None:
+        return _from_own(own, shapes)
+    vlm, expert = "paligemma_with_expert.paligemma.model.", "paligemma_with_expert.gemma_expert.model."
+    tower = f"{vlm}vision_tower.vision_model."
+    hidden, _, patch, _ = shapes[f"{tower}embeddings.patch_embedding.weight"]
+    positions = shapes[f"{tower}embeddings.position_embedding.weight"][0]
+    vision = VisionConfig(
+        hidden_size=hidden,
+        intermediate_size=shapes[f"{tower}encoder.layers.0.mlp.fc1.weight"][0],
+        num_layers=_depth(shapes, f"{tower}encoder.layers."),
+        num_heads=max(1, hidden // 72),
+        patch_size=patch,
+        image_size=patch * round(positions**0.5),
+    )
+    embedding = shapes.get(f"{vlm}language_model.embed_tokens.weight") or shapes["paligemma_with_expert.paligemma.lm_head.weight"]
+    fields: dict[str, Any] = {
+        "vision": vision,
+        "prefix": _gemma(shapes, f"{vlm}language_model."),
+        "expert": _gemma(shapes, expert),
+        "vocab_size": embedding[0],
+        "action_dim": shapes["action_in_proj.weight"][1],
+        "action_horizon": int(content.get("action_horizon", content.get("chunk_size", PI05Config.action_horizon))),
+        "tokenizer_max_length": int(content.get("tokenizer_max_length", PI05Config.tokenizer_max_length)),
+        "num_steps": int(content.get("num_inference_steps", PI05Config.num_steps)),
+    }
+    fields["action_chunk"] = min(PI05Config.action_chunk, fields["action_horizon"])
+    return PI05Config(**fields, **_value_head(shapes, fields["prefix"].width))
+
+
+def _from_own(own: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> PI05Config:
+    prefix = GemmaConfig(**own["prefix"])
+    fields: dict[str, Any] = {
+        "vision": VisionConfig(**own["vision"]),
+        "prefix": prefix,
+        "expert": GemmaConfig(**own["expert"]),
+    }
+    for name in ("vocab_size", "action_horizon", "action_dim", "tokenizer_max_length", "num_steps", "num_cameras"):
+        if name in own:
+            fields[name] = own[name]
+    fields["action_chunk"] = min(PI05Config.action_chunk, fields.get("action_horizon", PI05Config.action_horizon))
+    head = _value_head(shapes, prefix.width)
+    if "value_head_sizes" in own:
+        head["value_head_sizes"] = tuple(own["value_head_sizes"])
+    return PI05Config(**fields, **head)
+
+
+def _depth(shapes: Mapping[str, tuple[int, ...]], stem: str) -> int:
+    return 1 + max(int(name[len(stem) :].split(".", 1)[0]) for name in shapes if name.startswith(stem))
+
+
+def _gemma(shapes: Mapping[str, tuple[int, ...]], stem: str) -> GemmaConfig:
+    layer = f"{stem}layers.0."
+    queries, width = shapes[f"{layer}self_attn.q_proj.weight"]
+    keys = shapes[f"{layer}self_attn.k_proj.weight"][0]
+    head_dim = min(GemmaConfig.head_dim, keys)
+    return GemmaConfig(
+        width=width,
+        depth=_depth(shapes, f"{stem}layers."),
+        mlp_dim=shapes[f"{layer}mlp.gate_proj.weight"][0],
+        num_heads=queries // head_dim,
+        num_kv_heads=keys // head_dim,
+        head_dim=head_dim,
+    )
+
+
+def _value_head(shapes: Mapping[str, tuple[int, ...]], prefix_width: int) -> dict[str, Any]:
+    """Sizes and default mode of the critic that a checkpoint holds; nothing when it holds none."""
+    rows: list[tuple[int, ...]] = []
+    while (shape := shapes.get(f"value_head.mlp.{2 * len(rows)}.weight")) is not None:
+        rows.append(shape)
+    if not rows:
+        return {}
+    mode = "mean_token" if rows[0][1] == prefix_width else "expert"
+    return {"value_head_sizes": tuple(shape[0] for shape in rows[:-1]), "value_mode": mode}

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fills the named views from a checkpoint: everything is checked by name and shape before the first byte is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from rlinf_phyai.errors import CheckpointError
+from rlinf_phyai.models.pi05.checkpoint import (
+    EMBEDDING,
+    LM_HEAD,
+    LoadReport,
+    canonical_name,
+    iterate_tensors,
+    load_state_file,
+    tensor_shapes,
+    weight_files,
+)
+from rlinf_phyai.models.pi05.weights import PI05Weights
+
+_SHOWN = 8
+
+
+def _some(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    return ", ".join(ordered[:_SHOWN]) + (f" and {len(ordered) - _SHOWN} more" if len(ordered) > _SHOWN else "")
+
+
+def plan_load(
+    views: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], is_optional: Callable[[str], bool], subset: bool, where: str
+) -> LoadReport:
+    """Report of a load that would write ``shapes`` (canonical names) into ``views``.
+
+    Args:
+        subset: whether absent names are fine.
+        where: the source, for messages.
+
+    Raises:
+        CheckpointError: unknown names, wrong shapes, or (not ``subset``) missing names; all of a kind at once.
+    """
+    report = LoadReport()
+    wrong = []
+    for name, shape in shapes.items():
+        view = views.get(name)
+        if view is None:
+            report.unexpected.append(name)
+        elif tuple(view.shape) != tuple(shape):
+            wrong.append(f"{name}: found {tuple(shape)}, the model has {tuple(view.shape)}")
+        elif view.is_meta:
+            report.ignored.append(name)
+        else:
+            report.loaded.append(name)
+    if report.unexpected:
+        raise CheckpointError(
+            f"{where} holds tensors that this model does not have: {_some(report.unexpected)}. Is it a PI0.5 checkpoint of this size, "
+            "and (for value_head.*) is the critic configured?"
+        )
+    if wrong:
+        raise CheckpointError(f"{where} holds tensors of the wrong shape: {'; '.join(wrong[:_SHOWN])}.")
+    tied = {EMBEDDING, LM_HEAD}
+    for name, view in views.items():
+        if name in shapes or view.is_meta or (name in tied and tied & set(shapes)):
+            continue
+        (report.optional if is_optional(name) else report.missing).append(name)
+    if report.missing and not subset:
+        raise CheckpointError(f"{where} lacks {len(report.missing)} tensors of the model: {_some(report.missing)}.")
+    return report
+
+
+def _canonical_shapes(tensors: Mapping[str, Tensor], where: str) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, tensor in tensors.items():
+        target = canonical_name(name)
+        if target in shapes:
+            raise CheckpointError(f"{where} holds {target} twice (once as {name}).")
+        shapes[target] = tuple(tensor.shape)
+    return shapes
+
+
+@torch.no_grad()
+def _write(weights: PI05Weights, tensors: Iterable[tuple[str, Tensor]], report: LoadReport, progress: bool, where: str) -> None:
+    written_tied: Tensor | None = None
+    bar = tqdm(tensors, total=len(report.loaded) + len(report.ignored), desc="Loading weights", disable=not progress, leave=False)
+    for name, tensor in bar:
+        target = canonical_name(name)
+        view = weights.views[target]
+        if view.is_meta:
+            continue
+        if target in (EMBEDDING, LM_HEAD):
+            if written_tied is not None and not torch.equal(written_tied, tensor):
+                raise CheckpointError(f"{where}: {EMBEDDING} and {LM_HEAD} are one tensor in this model but differ in the checkpoint.")
+            written_tied = tensor
+        if tensor.dtype != view.dtype:
+            report.casts.append(f"{target}: {tensor.dtype} -> {view.dtype}")
+        view.copy_(tensor)
+
+
+def load_checkpoint(weights: PI05Weights, checkpoint_dir: str | Path, extra: str | Path | None, progress: bool) -> LoadReport:
+    """Loads a checkpoint directory and, on top of it, an optional ``.pt`` state dict (any subset of the parameters).
+
+    Raises:
+        CheckpointError: see :func:`plan_load`; also unreadable files.
+    """
+    where = f"checkpoint {checkpoint_dir}"
+    report = plan_load(weights.views, tensor_shapes(checkpoint_dir), weights.is_optional, subset=False, where=where)
+    _write(weights, iterate_tensors(weight_files(checkpoint_dir)), report, progress, where)
+    if extra is not None:
+        where = f"weights file {extra}"
+        state = load_state_file(extra)
+        top = plan_load(weights.views, _canonical_shapes(state, where), weights.is_optional, subset=True, where=where)
+        if not top.loaded:
+            raise CheckpointError(f"{where} holds no parameter of the model.")
+        _write(weights, state.items(), top, progress, where)
+        report.optional = [name for name in report.optional if name not in top.loaded]
+        report.casts += top.casts
+        report.loaded = sorted(set(report.loaded) | set(top.loaded))
+    return report

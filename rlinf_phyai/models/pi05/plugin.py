@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds a PI0.5 model for the engine: configuration, memory check, weights, tables, scheduler."""
+
+from __future__ import annotations
+
+import torch
+
+from rlinf_phyai.errors import PhyaiError
+from rlinf_phyai.kernels import Kernels
+from rlinf_phyai.models.pi05.checkpoint import LoadReport, canonical_name
+from rlinf_phyai.models.pi05.configuration import PI05Config
+from rlinf_phyai.models.pi05.loading import load_checkpoint
+from rlinf_phyai.models.pi05.requests import PI05Args
+from rlinf_phyai.models.pi05.scheduler import PI05Scheduler
+from rlinf_phyai.models.pi05.tables import DerivedTables
+from rlinf_phyai.models.pi05.weights import PI05Weights
+
+
+class PI05Model:
+    """One loaded model: what the engine needs to run it and to update its weights."""
+
+    canonical_name = staticmethod(canonical_name)
+
+    def __init__(
+        self, args: PI05Args, kernels: Kernels, device: torch.device, params_dtype: torch.dtype, seed: int, progress: bool
+    ) -> None:
+        if not isinstance(args, PI05Args):
+            raise TypeError(f"the pi05 plugin needs PI05Args; found {type(args).__name__}.")
+        self.args = args
+        self.config = PI05Config.from_checkpoint(args.checkpoint_dir).with_overrides(**args.overrides())
+        check_memory(self.config, args.max_batch_size, device, params_dtype)
+        self.weights = PI05Weights(self.config, device, params_dtype)
+        self.load_report: LoadReport = load_checkpoint(self.weights, args.checkpoint_dir, args.weights, progress)
+        positions = self.config.num_cameras * self.config.vision.num_tokens + self.config.tokenizer_max_length
+        self.tables = DerivedTables(
+            kernels,
+            self.weights,
+            max_positions=positions + self.config.action_horizon,
+            masked_cameras=self.config.critic_after_vlm and self.config.num_cameras > 1,
+        )
+        generator = torch.Generator(device=device)
+        generator.manual_seed(seed)
+        self.scheduler = PI05Scheduler(kernels, self.weights, self.tables, args.max_batch_size, generator)
+
+
+def estimate_bytes(config: PI05Config, max_batch_size: int, params_dtype: torch.dtype) -> dict[str, int]:
+    """Bytes of the parameters and of the largest step (residual stream, MLP intermediate, key-value cache, pixels)."""
+    weights = PI05Weights(config, torch.device("meta"), params_dtype).num_bytes
+    size = torch.empty(0, dtype=params_dtype).element_size()
+    tokens = config.num_cameras * config.vision.num_tokens + config.tokenizer_max_length
+    c = config.prefix
+    mlp = max_batch_size * tokens * (3 * c.mlp_dim + 6 * c.width) * size
+    cache = 2 * c.depth * max_batch_size * (tokens + config.action_horizon) * c.num_kv_heads * c.head_dim * size
+    pixels = max_batch_size * config.num_cameras * 3 * config.vision.image_size**2 * 4 * 2
+    return {"weights": weights, "activations": mlp + pixels, "cache": cache}
+
+
+def check_memory(config: PI05Config, max_batch_size: int, device: torch.device, params_dtype: torch.dtype) -> None:
+    """Refuses a model that cannot fit before anything is allocated.
+
+    Raises:
+        PhyaiError: the estimate exceeds the free memory of the GPU.
+    """
+    if device.type != "cuda":
+        return
+    parts = estimate_bytes(config, max_batch_size, params_dtype)
+    free, total = torch.cuda.mem_get_info(device)
+    if sum(parts.values()) > free:
+        gib = {name: f"{value / 2**30:.1f} GiB" for name, value in parts.items()}
+        raise PhyaiError(
+            f"the engine needs about {sum(parts.values()) / 2**30:.1f} GiB ({gib}) for max_batch_size {max_batch_size}, but {device} has "
+            f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free. Lower max_batch_size, or move the actor to another GPU."
+        )

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gemma-2B prefix over the real tokens of an observation: used cameras, then the prompt.
+
+A batch is rectangular: prompts shorter than the bucket leave padded rows at the end, whose keys no valid row attends to
+(``lengths``). The masked camera and the actor's padding up to 200 tokens are not computed here; the critic that needs them adds
+them in ``value.py``.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from rlinf_phyai.kernels import Kernels
+from rlinf_phyai.models.pi05.cache import KeyValueCache
+from rlinf_phyai.models.pi05.tables import RotaryTable
+from rlinf_phyai.models.pi05.weights import PI05Weights
+
+
+def embed_prompt(weights: PI05Weights, input_ids: Tensor) -> Tensor:
+    """Scaled token embeddings: ids int64 [..., L] -> [..., L, width]."""
+    return F.embedding(input_ids, weights.embedding) * math.sqrt(weights.config.prefix.width)
+
+
+def fill_cache(
+    kernels: Kernels, weights: PI05Weights, rotary: RotaryTable, x: Tensor, lengths: Tensor, cache: KeyValueCache
+) -> None:
+    """Runs the prefix as far as the keys and values of the last layer; its output is not needed.
+
+    Args:
+        x: embeddings [B, L, width], used as the residual stream (overwritten).
+        lengths: int32 [B], valid tokens of each sample.
+        cache: filled at slots 0..L-1.
+    """
+    c = weights.config.prefix
+    batch, length, width = x.shape
+    rows = x.view(batch * length, width)
+    h = kernels.rms_norm(rows, weights.prefix_norms[0], c.norm_eps)
+    for i, layer in enumerate(weights.prefix_layers):
+        last = i + 1 == c.depth
+        q_heads = 0 if last else c.num_heads
+        qkv = kernels.linear(h, layer.kv if last else layer.qkv).view(batch, length, -1)
+        q = kernels.rope_cache(qkv, rotary.cos, rotary.sin, None, cache.k[i], cache.v[i], q_heads)
+        if last:
+            return
+        h = attend_and_project(kernels, weights, i, q, lengths, cache, rows)
+        y = kernels.linear(kernels.gated_gelu(kernels.linear(h, layer.gate_up)), layer.down)
+        h = kernels.add_rms_norm(rows, y, weights.prefix_norms[2 * i + 2], c.norm_eps)
+
+
+def attend_and_project(
+    kernels: Kernels, weights: PI05Weights, i: int, q: Tensor, lengths: Tensor, cache: KeyValueCache, rows: Tensor
+) -> Tensor:
+    """Attention of layer i, its output projection, the residual and the norm before the MLP: returns [B * L, width]."""
+    c = weights.config.prefix
+    length = q.shape[1]
+    attended = kernels.attention(q, cache.k[i][:, :length], cache.v[i][:, :length], lengths, c.attention_scale)
+    y = kernels.linear(attended.reshape(rows.shape[0], -1), weights.prefix_layers[i].o)
+    return kernels.add_rms_norm(rows, y, weights.prefix_norms[2 * i + 1], c.norm_eps)

@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tiny random PI0.5 checkpoint: the whole training loop on a laptop CPU, in tests and in the quickstart.
+
+The folder that :func:`make_tiny_checkpoint` writes has the layout of a real one:
+
+    config.json                                    sizes under the key ``rlinf_phyai`` (see :class:`TinyConfig`)
+    model.safetensors                              float32, the actor's parameter names; no value head, as in an SFT checkpoint
+    physical-intelligence/libero/norm_stats.json   normalisation statistics, openpi's layout
+    big_vision/paligemma_tokenizer.model           SentencePiece model; the folder can serve as ``OPENPI_DATA_HOME``
+
+Everything is a function of the sizes and the seed: two calls write the same bytes.
+"""
+
+import io
+import json
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from rlinf_phyai.models.pi05.libero_sentences import LIBERO_SENTENCES
+
+CONFIG_KEY = "rlinf_phyai"
+ASSET_ID = "physical-intelligence/libero"
+TOKENIZER_FILE = Path("big_vision") / "paligemma_tokenizer.model"
+
+_STATE_DIM = 8  # LIBERO: end-effector position 3, axis-angle 3, gripper 2
+_ENV_ACTION_DIM = 7  # LIBERO: end-effector delta 6, gripper 1
+
+
+@dataclass(frozen=True)
+class VisionSizes:
+    """SigLIP. ``image_size`` stays 224: the input transforms resize to it."""
+
+    hidden_size: int = 48
+    intermediate_size: int = 96
+    num_layers: int = 2
+    num_heads: int = 4
+    patch_size: int = 56
+    image_size: int = 224
+
+    @property
+    def tokens(self) -> int:
+        """Tokens per image."""
+        return (self.image_size // self.patch_size) ** 2
+
+
+@dataclass(frozen=True)
+class GemmaSizes:
+    """One Gemma stack."""
+
+    width: int
+    mlp_dim: int
+    depth: int = 2
+    num_heads: int = 8
+    num_kv_heads: int = 1
+    head_dim: int = 16
+
+
+@dataclass(frozen=True)
+class TinyConfig:
+    """All sizes of a PI0.5 model; what ``config.json`` holds under the key ``rlinf_phyai``.
+
+    Widths differ on purpose, so that a swapped pair of dimensions fails instead of running.
+    """
+
+    vision: VisionSizes = field(default_factory=VisionSizes)
+    prefix: GemmaSizes = field(default_factory=lambda: GemmaSizes(width=64, mlp_dim=160))
+    expert: GemmaSizes = field(default_factory=lambda: GemmaSizes(width=32, mlp_dim=96))
+    vocab_size: int = 1024
+    action_horizon: int = 10
+    action_dim: int = 32
+    tokenizer_max_length: int = 200
+    value_head_sizes: tuple[int, ...] = (64, 32)
+    params_dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        for name in ("depth", "num_heads", "num_kv_heads", "head_dim"):
+            prefix, expert = getattr(self.prefix, name), getattr(self.expert, name)
+            if prefix != expert:
+                raise ValueError(
+                    f"prefix.{name} is {prefix} and expert.{name} is {expert}: the expert attends to the prefix's keys "
+                    "and values layer by layer, so both must agree."
+                )
+        if self.vision.image_size % self.vision.patch_size:
+            raise ValueError(
+                f"vision.image_size {self.vision.image_size} is not a multiple of vision.patch_size {self.vision.patch_size}."
+            )
+        if self.params_dtype != "float32":
+            raise ValueError(f"params_dtype is {self.params_dtype!r}; a tiny checkpoint is always 'float32'.")
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "TinyConfig":
+        """The inverse of :meth:`to_dict`; unknown keys are a ``TypeError`` that names them."""
+        values = dict(values)
+        values["vision"] = VisionSizes(**values["vision"])
+        values["prefix"] = GemmaSizes(**values["prefix"])
+        values["expert"] = GemmaSizes(**values["expert"])
+        values["value_head_sizes"] = tuple(values["value_head_sizes"])
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        values = asdict(self)
+        values["value_head_sizes"] = list(self.value_head_sizes)
+        return values
+
+
+def read_tiny_config(checkpoint_dir: str | Path) -> TinyConfig | None:
+    """The sizes that a checkpoint folder states itself, or None for a checkpoint of the standard PI0.5 size.
+
+    Raises:
+        ValueError: ``config.json`` is not JSON, or its key ``rlinf_phyai`` does not describe a model.
+    """
+    path = Path(checkpoint_dir) / "config.json"
+    if not path.is_file():
+        return None
+    try:
+        values = json.loads(path.read_text()).get(CONFIG_KEY)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if values is None:
+        return None
+    try:
+        return TinyConfig.from_dict(values)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path}: key {CONFIG_KEY!r} does not describe a PI0.5 model: {error}") from error
+
+
+def make_tiny_checkpoint(directory: str | Path, seed: int = 0, config: TinyConfig | None = None) -> Path:
+    """Write a complete tiny checkpoint and return its folder.
+
+    Args:
+        directory: created if missing; files of an earlier call are overwritten.
+        seed: of the weights. The tokenizer and the statistics do not depend on it.
+        config: other sizes than the default ones.
+    """
+    config = config or TinyConfig()
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+
+    tokenizer = directory / TOKENIZER_FILE
+    tokenizer.parent.mkdir(parents=True, exist_ok=True)
+    tokenizer.write_bytes(train_tokenizer(config.vocab_size))
+
+    stats = directory / ASSET_ID / "norm_stats.json"
+    stats.parent.mkdir(parents=True, exist_ok=True)
+    stats.write_text(json.dumps({"norm_stats": _norm_stats()}, indent=2) + "\n")
+
+    save_file(random_state_dict(config, seed), directory / "model.safetensors", metadata={"format": "pt"})
+    # Last: its presence says that the rest is complete.
+    (directory / "config.json").write_text(
+        json.dumps({"model_type": "pi05", CONFIG_KEY: config.to_dict()}, indent=2) + "\n"
+    )
+    return directory
+
+
+def random_state_dict(config: TinyConfig, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Random float32 weights under the actor's names. Tied names (embedding and ``lm_head``) hold equal copies.
+
+    The scales keep activations near one at every depth. AdaRMS ``dense`` weights are not zero, as a fresh model's are:
+    zeros would hide a wrong modulation.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, shape, std, mean in _parameters(config):
+        tensors[name] = torch.randn(shape, generator=generator) * std + mean
+    head = "paligemma_with_expert.paligemma.lm_head.weight"
+    tensors[head] = tensors["paligemma_with_expert.paligemma.model.language_model.embed_tokens.weight"].clone()
+    return tensors
+
+
+def train_tokenizer(vocab_size: int) -> bytes:
+    """A SentencePiece BPE model trained on LIBERO's sentences, with PaliGemma's special ids (pad 0, eos 1, bos 2, unk 3).
+
+    Bytes are tokens too, so any prompt can be encoded.
+    """
+    import sentencepiece
+
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=_corpus(LIBERO_SENTENCES),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=vocab_size,
+        hard_vocab_limit=False,
+        character_coverage=1.0,
+        byte_fallback=True,
+        # As PaliGemma's own model: text is taken as it is, and the line end that closes a prompt is a token.
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        add_dummy_prefix=False,
+        user_defined_symbols=["\n"],
+        pad_id=0,
+        eos_id=1,
+        bos_id=2,
+        unk_id=3,
+        num_threads=1,  # more threads would make the merges depend on timing
+        minloglevel=2,
+    )
+    return model.getvalue()
+
+
+def _corpus(sentences: Iterable[str]) -> Iterator[str]:
+    # Both prompt formats of PI0.5 occur: the sentence alone, and the sentence with the discretised state.
+    numbers = random.Random(0)
+    for sentence in sentences:
+        yield sentence
+        for _ in range(10):
+            state = " ".join(str(numbers.randrange(256)) for _ in range(_STATE_DIM))
+            yield f"Task: {sentence}, State: {state};"
+            yield "Action: "
+
+
+def _norm_stats() -> dict[str, dict[str, list[float]]]:
+    def constant(dim: int, mean: float, std: float, low: float, high: float) -> dict[str, list[float]]:
+        return {"mean": [mean] * dim, "std": [std] * dim, "q01": [low] * dim, "q99": [high] * dim}
+
+    return {
+        "state": constant(_STATE_DIM, 0.0, 1.0, -1.0, 1.0),
+        "actions": constant(_ENV_ACTION_DIM, 0.0, 0.3, -0.5, 0.5),
+    }
+
+
+_Parameter = tuple[str, tuple[int, ...], float, float]  # name, shape, standard deviation, mean
+
+
+def _parameters(config: TinyConfig) -> Iterator[_Parameter]:
+    root = "paligemma_with_expert."
+    yield from _vision(f"{root}paligemma.model.", config)
+    yield (
+        f"{root}paligemma.model.language_model.embed_tokens.weight",
+        (config.vocab_size, config.prefix.width),
+        config.prefix.width**-0.5,  # the forward pass multiplies by sqrt(width)
+        0.0,
+    )
+    yield from _gemma(f"{root}paligemma.model.language_model.", config.prefix, adaptive=False)
+    yield from _gemma(f"{root}gemma_expert.model.", config.expert, adaptive=True)
+    # Never read by the action path, but part of the actor's state dict.
+    yield from _linear(f"{root}gemma_expert.lm_head", config.expert.width, config.vocab_size, bias=False)
+    width = config.expert.width
+    yield from _linear("action_in_proj", config.action_dim, width)
+    yield from _linear("action_out_proj", width, config.action_dim)
+    yield from _linear("time_mlp_in", width, width)
+    yield from _linear("time_mlp_out", width, width)
+
+
+def _linear(name: str, inputs: int, outputs: int, bias: bool = True) -> Iterator[_Parameter]:
+    yield f"{name}.weight", (outputs, inputs), inputs**-0.5, 0.0
+    if bias:
+        yield f"{name}.bias", (outputs,), 0.1, 0.0
+
+
+def _vision(root: str, config: TinyConfig) -> Iterator[_Parameter]:
+    sizes = config.vision
+    tower = f"{root}vision_tower.vision_model."
+    patch = (sizes.hidden_size, 3, sizes.patch_size, sizes.patch_size)
+    yield f"{tower}embeddings.patch_embedding.weight", patch, (3 * sizes.patch_size**2) ** -0.5, 0.0
+    yield f"{tower}embeddings.patch_embedding.bias", (sizes.hidden_size,), 0.1, 0.0
+    yield f"{tower}embeddings.position_embedding.weight", (sizes.tokens, sizes.hidden_size), 0.3, 0.0
+
+    def layer_norm(name: str) -> Iterator[_Parameter]:
+        yield f"{name}.weight", (sizes.hidden_size,), 0.1, 1.0
+        yield f"{name}.bias", (sizes.hidden_size,), 0.1, 0.0
+
+    for index in range(sizes.num_layers):
+        layer = f"{tower}encoder.layers.{index}."
+        yield from layer_norm(f"{layer}layer_norm1")
+        for part in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            yield from _linear(f"{layer}self_attn.{part}", sizes.hidden_size, sizes.hidden_size)
+        yield from layer_norm(f"{layer}layer_norm2")
+        yield from _linear(f"{layer}mlp.fc1", sizes.hidden_size, sizes.intermediate_size)
+        yield from _linear(f"{layer}mlp.fc2", sizes.intermediate_size, sizes.hidden_size)
+    yield from layer_norm(f"{tower}post_layernorm")
+    yield from _linear(f"{root}multi_modal_projector.linear", sizes.hidden_size, config.prefix.width)
+
+
+def _gemma(root: str, sizes: GemmaSizes, adaptive: bool) -> Iterator[_Parameter]:
+    def norm(name: str) -> Iterator[_Parameter]:
+        if adaptive:  # scale, shift and gate from the time embedding
+            yield f"{name}.dense.weight", (3 * sizes.width, sizes.width), 0.5 * sizes.width**-0.5, 0.0
+            yield f"{name}.dense.bias", (3 * sizes.width,), 0.3, 0.0
+        else:  # the model multiplies by (1 + weight)
+            yield f"{name}.weight", (sizes.width,), 0.1, 0.0
+
+    heads, keys = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
+    for index in range(sizes.depth):
+        layer = f"{root}layers.{index}."
+        yield from _linear(f"{layer}self_attn.q_proj", sizes.width, heads, bias=False)
+        yield from _linear(f"{layer}self_attn.k_proj", sizes.width, keys, bias=False)
+        yield from _linear(f"{layer}self_attn.v_proj", sizes.width, keys, bias=False)
+        yield from _linear(f"{layer}self_attn.o_proj", heads, sizes.width, bias=False)
+        yield from _linear(f"{layer}mlp.gate_proj", sizes.width, sizes.mlp_dim, bias=False)
+        yield from _linear(f"{layer}mlp.up_proj", sizes.width, sizes.mlp_dim, bias=False)
+        yield from _linear(f"{layer}mlp.down_proj", sizes.mlp_dim, sizes.width, bias=False)
+        yield from norm(f"{layer}input_layernorm")
+        yield from norm(f"{layer}post_attention_layernorm")
+    yield from norm(f"{root}norm")

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The critic, exactly as the actor computes it, including the actor's padded prefix.
+
+The actor's prefix has ``num_cameras`` image blocks and ``tokenizer_max_length`` prompt positions. Its masked rows (masked cameras,
+prompt padding) see every key with equal weight, so their attention output is the mean of V over *all* rows, and they enter the
+mean that the critic reads. All prompt padding of a sample is one and the same row at every layer, and so are the masked cameras
+among each other; one row and one image block stand for them, with multiplicities.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rlinf_phyai.kernels import Kernels
+from rlinf_phyai.models.pi05.cache import KeyValueCache
+from rlinf_phyai.models.pi05.prefix import attend_and_project, embed_prompt
+from rlinf_phyai.models.pi05.tables import DerivedTables
+from rlinf_phyai.models.pi05.weights import PI05Weights
+
+_PAD_ID = 0
+
+
+def critic(weights: PI05Weights, pooled: Tensor) -> Tensor:
+    """Value head: float32 [B, width] -> [B]; linear layers with ReLU between."""
+    x = pooled
+    for i, (weight, bias) in enumerate(weights.value_head):
+        x = F.linear(x, weight, bias)
+        if i + 1 < len(weights.value_head):
+            x = F.relu(x)
+    return x[:, 0]
+
+
+def value_from_expert(weights: PI05Weights, expert_outputs: list[Tensor]) -> Tensor:
+    """Critic after the expert, one value per denoise step: N tensors float32 [B, H, width] -> [B, N]."""
+    c = weights.config
+    horizon = c.action_chunk if c.chunk_critic_input else c.action_horizon
+    return torch.stack([critic(weights, output[:, :horizon].mean(dim=1)) for output in expert_outputs], dim=1)
+
+
+def fill_cache_and_value(
+    kernels: Kernels, weights: PI05Weights, tables: DerivedTables, x: Tensor, lengths: Tensor, cache: KeyValueCache, cameras: int
+) -> Tensor:
+    """Runs the whole prefix, fills the cache and returns the critic's value.
+
+    Args:
+        x: embeddings [B, L, width] of the used cameras and the prompt (overwritten).
+        lengths: int32 [B], valid tokens. cache: filled at slots 0..L-1. cameras: used cameras.
+
+    Returns:
+        float32 [B, 1].
+    """
+    c, config = weights.config.prefix, weights.config
+    batch, length, width = x.shape
+    tokens = config.vision.num_tokens
+    masked_cameras = config.num_cameras - cameras
+    total = config.num_cameras * tokens + config.tokenizer_max_length
+    padding = (cameras * tokens + config.tokenizer_max_length - lengths).float()  # padded prompt positions [B]
+
+    rows = x.view(batch * length, width)
+    extra = _extra_rows(weights, tables, batch, masked_cameras)  # [B, E, width]; the padded row is the last
+    valid = (torch.arange(length, device=x.device)[None] < lengths[:, None]).unsqueeze(-1)
+    weight = float(torch.tensor(1.0 / total).to(weights.params_dtype))  # a probability in the actor's attention
+    norms = weights.prefix_norms
+    h, g = kernels.rms_norm(rows, norms[0], c.norm_eps), _rows(kernels.rms_norm, extra, norms[0], c.norm_eps)
+    for i, layer in enumerate(weights.prefix_layers):
+        qkv = kernels.linear(h, layer.qkv).view(batch, length, -1)
+        q = kernels.rope_cache(qkv, tables.rotary.cos, tables.rotary.sin, None, cache.k[i], cache.v[i], c.num_heads)
+        extra_v = kernels.linear(g, layer.v)
+        h = attend_and_project(kernels, weights, i, q, lengths, cache, rows)
+
+        value_sum = torch.where(valid, cache.v[i][:, :length].flatten(2), 0).sum(dim=1, dtype=torch.float32)
+        value_sum = value_sum + masked_cameras * extra_v[:, :-1].sum(dim=1, dtype=torch.float32)
+        value_sum = value_sum + padding[:, None] * extra_v[:, -1].float()
+        mean_v = (weight * value_sum).to(weights.params_dtype).view(batch, c.num_kv_heads, 1, c.head_dim)
+        heads = mean_v.expand(-1, -1, c.num_heads // c.num_kv_heads, -1).reshape(batch, -1)
+        y_extra = kernels.linear(heads, layer.o)
+        if i + 1 == c.depth:
+            extra = extra[:, -1:].contiguous()  # masked cameras are not pooled: their rows end with the last layer's V
+        extra = extra + y_extra[:, None]
+        g = _rows(kernels.rms_norm, extra, norms[2 * i + 1], c.norm_eps)
+        both = torch.cat((h, g.view(-1, width)))  # one GEMM for all rows
+        y_both = kernels.linear(kernels.gated_gelu(kernels.linear(both, layer.gate_up)), layer.down)
+        h = kernels.add_rms_norm(rows, y_both[: batch * length], norms[2 * i + 2], c.norm_eps)
+        extra = extra + y_both[batch * length :].view_as(extra)
+        g = _rows(kernels.rms_norm, extra, norms[2 * i + 2], c.norm_eps)
+    pooled = _pool(config.value_mode, h.view(batch, length, width), g[:, -1], lengths, padding, valid)
+    return critic(weights, pooled)[:, None]
+
+
+def _rows(function, x: Tensor, *args) -> Tensor:  # type: ignore[no-untyped-def]
+    """Applies a row kernel to [B, E, width]."""
+    return function(x.reshape(-1, x.shape[-1]), *args).view(x.shape)
+
+
+def _extra_rows(weights: PI05Weights, tables: DerivedTables, batch: int, masked_cameras: int) -> Tensor:
+    pad = embed_prompt(weights, torch.full((1,), _PAD_ID, dtype=torch.int64, device=weights.device))
+    if masked_cameras and tables.masked_tokens is not None:
+        pad = torch.cat((tables.masked_tokens, pad))
+    return pad[None].repeat(batch, 1, 1)
+
+
+def _pool(mode: str | None, output: Tensor, padded: Tensor, lengths: Tensor, padding: Tensor, valid: Tensor) -> Tensor:
+    """Critic input float32 [B, width] from the final-norm rows [B, L, width] and the padded row [B, width]."""
+    if mode == "first_token":
+        return output[:, 0].float()
+    if mode == "last_token":
+        last = output[torch.arange(output.shape[0], device=output.device), lengths.long() - 1]
+        return torch.where(padding[:, None] > 0, padded, last).float()
+    total = torch.where(valid, output, 0).sum(dim=1, dtype=torch.float32) + padding[:, None] * padded.float()
+    return (total / (lengths + padding)[:, None]).to(output.dtype).float()
