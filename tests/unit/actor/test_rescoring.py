@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rescoring walks exactly the micro-batches that RLinf's training builds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from rlinf.utils.nested_dict_process import split_dict_to_chunk
+from rlinf.workers.actor.fsdp_actor_worker import process_nested_dict_for_train
+
+from rlinf_phyai.actor.rescoring import BatchPlan, rescore, take
+
+T, B = 6, 4
+
+
+def plan(**changes) -> BatchPlan:
+    arguments = {"steps": T, "envs": B, "micro_batch_size": 2, "global_batch_size": 12, "world_size": 1, "seed": 42}
+    return BatchPlan.of(**(arguments | changes))
+
+
+@pytest.mark.parametrize(
+    "micro, global_batch, world, rank", [(2, 12, 1, 0), (4, 8, 1, 0), (1, 24, 2, 1), (3, 24, 1, 0)]
+)
+def test_same_samples_as_training(micro, global_batch, world, rank):
+    identity = torch.arange(T * B).reshape(T, B, 1)
+    batch = {"prev_logprobs": identity, "forward_inputs": {"id": identity}}
+    # RLinf's run_training, up to the forward
+    shuffle = torch.randperm(T * B, generator=torch.Generator().manual_seed(42 + rank))
+    flat = process_nested_dict_for_train(batch, shuffle)
+    per_rank = global_batch // world
+    expected = [
+        part["forward_inputs"]["id"].flatten().tolist()
+        for whole in split_dict_to_chunk(flat, T * B // per_rank)
+        for part in split_dict_to_chunk(whole, per_rank // micro)
+    ]
+    ours = plan(micro_batch_size=micro, global_batch_size=global_batch, world_size=world, seed=42 + rank)
+    assert [identity[t, b].flatten().tolist() for t, b in ours.micro_batches()] == expected
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"global_batch_size": 10}, r"24 samples per actor rank.*batches of 10"),
+        ({"global_batch_size": 9, "micro_batch_size": 2}, r"multiple of actor.micro_batch_size \(2\)"),
+        ({"global_batch_size": 12, "world_size": 5}, r"number of actor ranks \(5\)"),
+        ({"global_batch_size": 1, "world_size": 2}, r"number of actor ranks \(2\)"),
+    ],
+)
+def test_batch_arithmetic_is_checked_before_any_work(changes, message):
+    with pytest.raises(ValueError, match=message):
+        plan(**changes)
+
+
+def test_scores_return_to_their_samples():
+    inputs = {"id": torch.arange(T * B).reshape(T, B), "nested": {"x": torch.arange(T * B).reshape(T, B, 1) * 10}}
+
+    def score(batch):
+        assert torch.equal(batch["nested"]["x"][:, 0], batch["id"] * 10)
+        assert not torch.is_grad_enabled()
+        return batch["id"].float()[:, None, None].expand(-1, 5, 7) + 0.5, batch["id"].double()
+
+    p, values = rescore(inputs, plan(), score, logprob_shape=torch.Size((T, B, 5, 7)))
+    assert torch.equal(p, (inputs["id"].float() + 0.5)[..., None, None].expand(T, B, 5, 7))
+    assert p.dtype == torch.float32
+    assert values is not None
+    assert torch.equal(values, inputs["id"].float())
+
+
+def test_no_values_when_the_score_has_none():
+    _, values = rescore(
+        {"id": torch.zeros(T, B)},
+        plan(),
+        lambda b: (torch.zeros(2, 5, 7), None),
+        logprob_shape=torch.Size((T, B, 5, 7)),
+    )
+    assert values is None
+
+
+def test_a_score_of_another_shape_names_both():
+    with pytest.raises(ValueError, match=r"\(2, 10, 7\).*\(2, 5, 7\)"):
+        rescore(
+            {"id": torch.zeros(T, B)},
+            plan(),
+            lambda b: (torch.zeros(2, 10, 7), None),
+            logprob_shape=torch.Size((T, B, 5, 7)),
+        )
+
+
+def test_taking_samples_copies_only_them():
+    images = torch.zeros(T, B, 8, dtype=torch.uint8).transpose(0, 1).contiguous().transpose(0, 1)  # not contiguous
+    picked = take({"image": images, "none": None}, torch.tensor([0, 5]), torch.tensor([3, 1]))
+    assert picked["image"].shape == (2, 8)
+    assert picked["image"].untyped_storage().nbytes() == 16
+    assert picked["none"] is None
