@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The actor's model: RLinf's own PI0.5, in the sizes that the checkpoint states.
+
+RLinf builds one size of PI0.5 and casts it to bfloat16. A checkpoint whose ``config.json`` has the key ``rlinf_phyai``
+(:mod:`rlinf_phyai.models.pi05.tiny`) states other sizes; :func:`build_openpi` builds those with a subclass of RLinf's
+model class and RLinf's own loader, in float32. Any other checkpoint goes to RLinf's loader untouched.
+"""
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf, open_dict
+from openpi.models_pytorch.gemma_pytorch import PaliGemmaWithExpertModel
+from rlinf.models.embodiment.modules.value_head import ValueHead
+from rlinf.models.embodiment.openpi import get_model as rlinf_get_model
+from rlinf.models.embodiment.openpi import openpi_action_model
+from rlinf.models.embodiment.openpi.openpi_action_model import OpenPi0ForRLActionPrediction
+from torch import nn
+from transformers import GemmaForCausalLM, PaliGemmaForConditionalGeneration
+from transformers.modeling_utils import no_init_weights
+from transformers.models.auto import CONFIG_MAPPING
+
+from rlinf_phyai.errors import CheckpointError
+from rlinf_phyai.models.pi05.tiny import TOKENIZER_FILE, GemmaSizes, TinyConfig, read_tiny_config
+
+_CAMERAS = 3  # of the reference model; unused ones are masked
+
+# RLinf's loader looks its model class and the tokenizer's place up in process-wide names; one build at a time changes them.
+_BUILD_LOCK = threading.RLock()
+
+
+def build_openpi(cfg: DictConfig, torch_dtype: torch.dtype | None = None) -> nn.Module:
+    """RLinf's model builder for ``model_type: openpi``.
+
+    Args:
+        cfg: the model section (``actor.model``), with ``model_path`` and the subsection ``openpi``.
+        torch_dtype: passed on to RLinf.
+
+    Returns:
+        an ``OpenPi0ForRLActionPrediction`` with transforms set up, on the CPU.
+
+    Raises:
+        CheckpointError: the checkpoint's weights do not fit the sizes that it states.
+    """
+    sizes = read_tiny_config(cfg.model_path)
+    if sizes is None:
+        return rlinf_get_model(cfg, torch_dtype)
+
+    cfg = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
+    with open_dict(cfg):
+        cfg.openpi.max_token_len = sizes.tokenizer_max_length
+        cfg.openpi.action_horizon = sizes.action_horizon
+    checkpoint_dir = Path(str(cfg.model_path))
+    with _model_class(_sized(sizes)), _tokenizer_of(checkpoint_dir):
+        model = rlinf_get_model(cfg, torch_dtype)
+    _check_names(model, checkpoint_dir)
+    return model
+
+
+@contextlib.contextmanager
+def _model_class(cls: type[nn.Module]) -> Iterator[None]:
+    """Let RLinf's loader build ``cls`` instead of its own class."""
+    with _BUILD_LOCK:
+        original = openpi_action_model.OpenPi0ForRLActionPrediction
+        openpi_action_model.OpenPi0ForRLActionPrediction = cls
+        try:
+            yield
+        finally:
+            openpi_action_model.OpenPi0ForRLActionPrediction = original
+
+
+@contextlib.contextmanager
+def _tokenizer_of(checkpoint_dir: Path) -> Iterator[None]:
+    """Let openpi find the tokenizer that the checkpoint brings along, if it does."""
+    if not (checkpoint_dir / TOKENIZER_FILE).is_file():
+        yield
+        return
+    with _BUILD_LOCK:
+        original = os.environ.get("OPENPI_DATA_HOME")
+        os.environ["OPENPI_DATA_HOME"] = str(checkpoint_dir.resolve())
+        try:
+            yield
+        finally:
+            if original is None:
+                del os.environ["OPENPI_DATA_HOME"]
+            else:
+                os.environ["OPENPI_DATA_HOME"] = original
+
+
+def _check_names(model: nn.Module, checkpoint_dir: Path) -> None:
+    # RLinf loads with strict=False, which would leave a missing weight random without a word.
+    from safetensors import safe_open
+
+    files = sorted(checkpoint_dir.glob("*.safetensors"))
+    if not files:  # a checkpoint that RLinf saved (full_weights.pt)
+        return
+    stored: set[str] = set()
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            stored.update(tensors.keys())
+    wanted = {name for name in model.state_dict() if not name.startswith("value_head.")}
+    missing, unexpected = sorted(wanted - stored), sorted(stored - set(model.state_dict()))
+    if missing or unexpected:
+        raise CheckpointError(
+            f"{checkpoint_dir} does not fit the sizes in its config.json: missing {missing[:5]} "
+            f"({len(missing)} in all), unexpected {unexpected[:5]} ({len(unexpected)} in all)."
+        )
+
+
+class _SizedPaliGemmaWithExpert(PaliGemmaWithExpertModel):
+    """openpi's pair of transformers in any size, always float32."""
+
+    def __init__(self, sizes: TinyConfig) -> None:
+        nn.Module.__init__(self)
+        vlm = CONFIG_MAPPING["paligemma"]()
+        vlm._vocab_size = vlm.image_token_index = sizes.vocab_size
+        _set(vlm.text_config, **_gemma_options(sizes.prefix, sizes.vocab_size, adaptive=False))
+        _set(
+            vlm.vision_config,
+            hidden_size=sizes.vision.hidden_size,
+            intermediate_size=sizes.vision.intermediate_size,
+            num_hidden_layers=sizes.vision.num_layers,
+            num_attention_heads=sizes.vision.num_heads,
+            patch_size=sizes.vision.patch_size,
+            image_size=sizes.vision.image_size,
+            projection_dim=sizes.prefix.width,
+            projector_hidden_act="gelu_fast",
+            torch_dtype="float32",
+        )
+        self.paligemma = PaliGemmaForConditionalGeneration(config=vlm)
+        self.gemma_expert = GemmaForCausalLM(
+            config=CONFIG_MAPPING["gemma"](**_gemma_options(sizes.expert, sizes.vocab_size, adaptive=True))
+        )
+        self.gemma_expert.model.embed_tokens = None  # the expert's inputs are projected actions
+        self.to_bfloat16_for_selected_params("float32")
+
+    def to_bfloat16_for_selected_params(self, precision: str = "bfloat16") -> None:
+        """Stay in float32, whatever RLinf's loader asks for."""
+        super().to_bfloat16_for_selected_params("float32")
+
+
+def _gemma_options(sizes: GemmaSizes, vocab_size: int, adaptive: bool) -> dict[str, Any]:
+    return {
+        "head_dim": sizes.head_dim,
+        "hidden_size": sizes.width,
+        "intermediate_size": sizes.mlp_dim,
+        "num_attention_heads": sizes.num_heads,
+        "num_hidden_layers": sizes.depth,
+        "num_key_value_heads": sizes.num_kv_heads,
+        "vocab_size": vocab_size,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "torch_dtype": "float32",
+        "use_adarms": adaptive,
+        "adarms_cond_dim": sizes.width if adaptive else None,
+    }
+
+
+def _set(config: Any, **values: Any) -> None:
+    for name, value in values.items():
+        setattr(config, name, value)
+
+
+def _sized(sizes: TinyConfig) -> type[OpenPi0ForRLActionPrediction]:
+    """RLinf's model class with these sizes."""
+
+    class SizedOpenPi(OpenPi0ForRLActionPrediction):
+        def __init__(self, config: Any) -> None:
+            # RLinf's constructor builds the standard size, several GB: on the meta device it costs nothing. What has a
+            # size of its own is then replaced; everything else that the constructor sets stays.
+            with no_init_weights():
+                with torch.device("meta"):
+                    super().__init__(config)
+                self.paligemma_with_expert = _SizedPaliGemmaWithExpert(sizes)  # every weight comes from the checkpoint
+            width = sizes.expert.width
+            self.action_in_proj = nn.Linear(sizes.action_dim, width)
+            self.action_out_proj = nn.Linear(width, sizes.action_dim)
+            self.time_mlp_in = nn.Linear(width, width)
+            self.time_mlp_out = nn.Linear(width, width)
+            if config.add_value_head:
+                self.value_head = ValueHead(
+                    input_dim=sizes.prefix.width if config.value_after_vlm else width,
+                    hidden_sizes=sizes.value_head_sizes,
+                    output_dim=1,
+                    activation="relu",
+                    bias_last=True,
+                )
+            for name, module in self.named_modules():  # RLinf's FSDP wrapping policy goes by this attribute
+                module._fsdp_wrap_name = name.rpartition(".")[2]
+            _refuse_meta(self)
+
+        def get_value_from_vlm(self, prefix_output: torch.Tensor) -> torch.Tensor:
+            """The critic after the VLM, for this model's token counts. ``prefix_output`` (B, tokens, width) -> (B,)."""
+            image, used = sizes.vision.tokens, self.config.num_images_in_input
+            mode = self.config.value_vlm_mode
+            if mode == "mean_token":  # the used cameras and the whole prompt, padding included
+                pooled = torch.cat([prefix_output[:, : image * used], prefix_output[:, image * _CAMERAS :]], dim=1)
+            elif mode == "last_token":
+                pooled = prefix_output[:, -1:]
+            elif mode == "first_token":
+                pooled = prefix_output[:, :1]
+            else:
+                raise ValueError(f"value_vlm_mode is {mode!r}; allowed: mean_token, last_token, first_token.")
+            return self.value_head(pooled.mean(dim=1).to(torch.float32))[:, 0]
+
+    return SizedOpenPi
+
+
+def _refuse_meta(model: nn.Module) -> None:
+    left = [name for name, tensor in model.state_dict(keep_vars=True).items() if tensor.is_meta]
+    if left:
+        raise NotImplementedError(
+            f"A checkpoint that states its own sizes supports PI0.5 with flow_sde; {left[0]} and "
+            f"{len(left) - 1} more tensors belong to an option without a size there (use_dsrl, flow_noise, pi0)."
+        )
