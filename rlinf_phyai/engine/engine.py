@@ -20,7 +20,7 @@ from rlinf_phyai.engine.config import EngineArgs
 from rlinf_phyai.engine.graphs import GraphCache
 from rlinf_phyai.engine.kernel_policy import KernelPolicy, load_kernel_policy
 from rlinf_phyai.engine.weight_update import Batch, UpdateState, WeightUpdater
-from rlinf_phyai.errors import KernelPolicyError, RequestError
+from rlinf_phyai.errors import EngineClosedError, KernelPolicyError, RequestError
 from rlinf_phyai.kernels import UnknownKernel, resolve
 from rlinf_phyai.models.pi05.checkpoint import LoadReport
 from rlinf_phyai.models.pi05.configuration import PI05Config
@@ -190,8 +190,9 @@ class Engine:
         Writing to a view is allowed inside a weight update only. The expert's output head is a meta tensor.
         """
         with self._lock:
-            assert self._model is not None or self._updater.check_usable() is None
-            return dict(self._model.weights.views) if self._model is not None else {}
+            if self._model is None:
+                raise EngineClosedError("the engine is closed; build a new one.")
+            return dict(self._model.weights.views)
 
     def begin_weight_update(self) -> None:
         """Opens a weight update; steps are refused until it is finished or aborted. Raises WeightUpdateError."""

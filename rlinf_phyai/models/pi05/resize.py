@@ -8,20 +8,25 @@ arithmetic instead of using an interpolation of torch:
 * For one axis, output pixel ``o`` has its centre at ``(o + 0.5) * scale`` with ``scale = input / output``. A triangle filter of
   half width ``max(scale, 1)`` around it gives float64 weights, normalised to sum 1.
 * The weights become integers with 22 fraction bits, rounded half away from zero.
-* Horizontal pass, then vertical pass; each sums ``pixel * weight`` in integers, adds half a unit, shifts right by 22 and clips
-  to 0..255. The rounding between the two passes is part of the result.
+* Two passes, one per axis; each sums ``pixel * weight`` in integers, adds half a unit, shifts right by 22 and clips to 0..255.
+  The rounding between the two passes is part of the result, so their order is too.
 
-A pass whose input and output sizes agree is skipped, as Pillow does.
+A pass whose input and output sizes agree is skipped, as Pillow does. Pillow filters rows (horizontally) first; newer releases
+filter columns first where that is cheaper, mostly for tall images. Where Pillow is installed, the first image of each size is
+therefore preceded by one comparison with it, which picks the order; without Pillow the order is horizontal first.
 """
 
 from __future__ import annotations
 
 import functools
-import math
+import logging
 
 import torch
 
+_logger = logging.getLogger(__name__)
+
 _FRACTION_BITS = 22  # 32-bit sums of 8-bit pixels leave 22 bits (and two spare ones) for the weight's fraction
+_ROWS, _COLUMNS = 3, 2  # dimensions of a [n, channels, height, width] batch that the two passes filter along
 
 
 @functools.lru_cache(maxsize=64)
@@ -48,83 +53,115 @@ def _axis_taps(size_in: int, size_out: int) -> tuple[tuple[tuple[int, ...], tupl
     return tuple((tuple(row[tap][0] for row in padded), tuple(row[tap][1] for row in padded)) for tap in range(taps))
 
 
+@functools.lru_cache(maxsize=128)
+def _device_taps(size_in: int, size_out: int, device: torch.device) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
+    return tuple(
+        (
+            torch.tensor(indices, dtype=torch.int32, device=device),
+            torch.tensor(weights, dtype=torch.int32, device=device),
+        )
+        for indices, weights in _axis_taps(size_in, size_out)
+    )
+
+
+def _filter(images: torch.Tensor, size_out: int, axis: int) -> torch.Tensor:
+    """One filter pass along ``axis`` of uint8 ``[n, channels, height, width]`` images; returns uint8."""
+    size_in = images.shape[axis]
+    if size_in == size_out:
+        return images
+    taps = _device_taps(size_in, size_out, images.device)
+    total = torch.full((), 1 << (_FRACTION_BITS - 1), dtype=torch.int32, device=images.device)
+    for position, (indices, weights) in enumerate(taps):
+        column = weights if axis == _ROWS else weights[:, None]
+        part = images.index_select(axis, indices) * column  # uint8 * int32 -> int32
+        total = part.add_(total) if position == 0 else total.add_(part)
+    return (total >> _FRACTION_BITS).clamp_(0, 255).to(torch.uint8)
+
+
+def _resample(images: torch.Tensor, height: int, width: int, columns_first: bool) -> torch.Tensor:
+    """Both passes over uint8 ``[n, channels, height_in, width_in]`` images."""
+    if columns_first:
+        return _filter(_filter(images, height, _COLUMNS), width, _ROWS)
+    return _filter(_filter(images, width, _ROWS), height, _COLUMNS)
+
+
+@functools.lru_cache(maxsize=128)
+def _columns_first(size_in: tuple[int, int], size_out: tuple[int, int]) -> bool:
+    """Whether the installed Pillow filters columns first for this (height, width) pair."""
+    if size_in[0] == size_out[0] or size_in[1] == size_out[1]:
+        return False  # one pass at most: there is no order
+    try:
+        import PIL
+        from PIL import Image
+    except ImportError:
+        return False
+    probe = torch.randint(0, 256, (*size_in, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    reference = Image.fromarray(probe.numpy()).resize(size_out[::-1], resample=Image.Resampling.BILINEAR)
+    wanted = torch.tensor(list(reference.tobytes()), dtype=torch.uint8).view(*size_out, 3)
+    planes = probe.permute(2, 0, 1)[None].contiguous()
+    for order in (False, True):
+        if torch.equal(_resample(planes, *size_out, columns_first=order)[0].permute(1, 2, 0), wanted):
+            return order
+    _logger.warning(
+        "The resize %s -> %s differs from that of the installed Pillow %s: its filter has changed. Rollout and actor see"
+        " slightly different pixels until one of them is updated.",
+        size_in,
+        size_out,
+        PIL.__version__,
+    )
+    return False
+
+
 class PilBilinearResize:
-    """Resizes uint8 images to a fixed square or rectangle, keeping the aspect ratio and padding with black.
+    """Resizes uint8 images to a fixed size, keeping the aspect ratio and padding with black.
 
     Args:
         height, width: output size in pixels.
-        device: where the images are; index and weight tables live there.
+
+    Raises:
+        ValueError: a side below one pixel.
     """
 
-    def __init__(self, height: int, width: int, device: torch.device | str = "cpu") -> None:
+    def __init__(self, height: int, width: int) -> None:
         if height < 1 or width < 1:
             raise ValueError(f"resize target is {height}x{width}; both sides must be at least 1 pixel")
         self.height = height
         self.width = width
-        self.device = torch.device(device)
-        # A robot has a handful of camera sizes; more than this many would mean varying input sizes.
-        self._tables = functools.lru_cache(maxsize=32)(self._make_tables)
-
-    def _make_tables(self, size_in: int, size_out: int) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
-        return tuple(
-            (
-                torch.tensor(indices, dtype=torch.int32, device=self.device),
-                torch.tensor(weights, dtype=torch.int32, device=self.device),
-            )
-            for indices, weights in _axis_taps(size_in, size_out)
-        )
-
-    def _pass(self, images: torch.Tensor, size_out: int, axis: int) -> torch.Tensor:
-        """One filter pass along ``axis`` of uint8 ``[n, channels, height, width]`` images; returns uint8."""
-        size_in = images.shape[axis]
-        if size_in == size_out:
-            return images
-        total: torch.Tensor | None = None
-        for indices, weights in self._tables(size_in, size_out):
-            column = weights if axis == 3 else weights[:, None]
-            part = images.index_select(axis, indices) * column  # uint8 * int32 -> int32
-            total = part.add_(1 << (_FRACTION_BITS - 1)) if total is None else total.add_(part)
-        assert total is not None
-        return (total >> _FRACTION_BITS).clamp_(0, 255).to(torch.uint8)
 
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
-        """Resizes a batch.
+        """Resizes a batch on the device that holds it.
 
         Args:
-            images: uint8 ``[n, height_in, width_in, 3]`` on this object's device, channels last as cameras deliver them.
+            images: uint8 ``[n, height_in, width_in, channels]``, channels last as cameras deliver them.
 
         Returns:
-            uint8 ``[n, 3, height, width]``, channels first.
+            uint8 ``[n, channels, height, width]``, channels first.
 
         Raises:
             ValueError: wrong dtype or rank, or an image so elongated that one side would shrink to nothing.
         """
         if images.dtype != torch.uint8 or images.dim() != 4:
             raise ValueError(
-                f"images have dtype {images.dtype} and shape {tuple(images.shape)}; expected uint8 [n, height, width, channels]"
+                f"images have dtype {images.dtype} and shape {tuple(images.shape)}; expected uint8"
+                " [n, height, width, channels]"
             )
         height_in, width_in = images.shape[1:3]
-        images = images.permute(0, 3, 1, 2)
+        # Channels first and contiguous: gathers along either axis then read whole rows of one colour plane.
+        planes = images.permute(0, 3, 1, 2).contiguous()
         if (height_in, width_in) == (self.height, self.width):
-            return images.contiguous()
+            return planes
         ratio = max(width_in / self.width, height_in / self.height)
-        inner_height, inner_width = int(height_in / ratio), int(width_in / ratio)
-        if inner_height < 1 or inner_width < 1:
+        height, width = int(height_in / ratio), int(width_in / ratio)
+        if height < 1 or width < 1:
             raise ValueError(
-                f"an image of {height_in}x{width_in} pixels would become {inner_height}x{inner_width} inside"
+                f"an image of {height_in}x{width_in} pixels would become {height}x{width} inside"
                 f" {self.height}x{self.width}; crop it to a less elongated shape"
             )
-        # Channels first and contiguous: gathers along either axis then read whole rows of one colour plane.
-        resized = self._pass(self._pass(images.contiguous(), inner_width, 3), inner_height, 2)
-        if (inner_height, inner_width) == (self.height, self.width):
+        columns_first = _columns_first((height_in, width_in), (height, width))
+        resized = _resample(planes, height, width, columns_first)
+        if (height, width) == (self.height, self.width):
             return resized
-        top, left = int((self.height - inner_height) / 2), int((self.width - inner_width) / 2)
+        top, left = int((self.height - height) / 2), int((self.width - width) / 2)
         framed = resized.new_zeros(*resized.shape[:2], self.height, self.width)
-        framed[:, :, top : top + inner_height, left : left + inner_width] = resized
+        framed[:, :, top : top + height, left : left + width] = resized
         return framed
-
-
-def padded_size(height_in: int, width_in: int, height: int, width: int) -> tuple[int, int]:
-    """Size of the picture itself inside the padded output frame, before padding (rows, columns)."""
-    ratio = max(width_in / width, height_in / height)
-    return math.floor(height_in / ratio), math.floor(width_in / ratio)
