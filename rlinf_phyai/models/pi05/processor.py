@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Camera images, robot state and task sentence to model inputs; model actions to robot actions.
 
-Needs neither openpi nor transformers, works on whole batches on the engine's device, and gives bit for bit what the training
-actor's own per-sample transforms give. Formulas:
+Needs neither openpi nor transformers, works on whole batches on the engine's device, and gives bit for bit what the
+training actor's own per-sample transforms give. Formulas:
 
-* pixels: uint8 ``p`` -> float32 ``p / 255 * 2 - 1``, each operation rounded to float32 (looked up in a table of 256 values);
+* pixels: uint8 ``p`` -> float32 ``p / 255 * 2 - 1``, each operation rounded to float32 (looked up in a table of 256
+  values);
 * state, quantile: ``(x - q01) / (q99 - q01 + 1e-6) * 2 - 1``; z-score: ``(x - mean) / (std + 1e-6)``; in float64;
 * action, quantile: ``(a + 1) / 2`` in float32, then ``* (q99 - q01 + 1e-6) + q01`` in float64; z-score:
   ``a * (std + 1e-6) + mean`` in float64. Dimensions without statistics pass through.
@@ -68,22 +69,21 @@ class NormStats:
         Raises:
             ValueError: a missing key, a nested list or different lengths; the message names the vector and the key.
         """
-        arrays: dict[str, np.ndarray | None] = {}
+        arrays: dict[str, np.ndarray] = {}
         for key in ("mean", "std", "q01", "q99"):
             value = values.get(key)
+            if value is None and key in ("mean", "std"):
+                raise ValueError(f"normalisation statistics of {name!r} lack {key!r}")
             if value is None:
-                if key in ("mean", "std"):
-                    raise ValueError(f"normalisation statistics of {name!r} lack {key!r}")
-                arrays[key] = None
                 continue
             array = np.asarray(value, dtype=np.float64)
-            if array.ndim != 1 or (arrays.get("mean") is not None and array.shape != arrays["mean"].shape):  # type: ignore[union-attr]
+            if array.ndim != 1 or array.shape != arrays.get("mean", array).shape:
                 raise ValueError(
-                    f"normalisation statistics of {name!r}: {key!r} has shape {array.shape}; expected one vector as long"
-                    " as 'mean'"
+                    f"normalisation statistics of {name!r}: {key!r} has shape {array.shape}; expected one vector as"
+                    " long as 'mean'"
                 )
             arrays[key] = array
-        return cls(**arrays)  # type: ignore[arg-type]
+        return cls(**arrays)
 
     def to_values(self) -> dict[str, list[float] | None]:
         """The JSON form that :meth:`from_values` reads."""
@@ -143,7 +143,8 @@ class PI05Processor:
                 raise ValueError(f"use_quantiles is set but the statistics of {name!r} have no q01/q99")
         if norm_stats is not None and options.use_quantiles and len(norm_stats["actions"].mean) > options.action_dim:
             raise ValueError(
-                f"statistics of 'actions' have {len(norm_stats['actions'].mean)} dimensions, the model {options.action_dim}"
+                f"statistics of 'actions' have {len(norm_stats['actions'].mean)} dimensions, the model has"
+                f" {options.action_dim}"
             )
         self.options = options
         self.tokenizer = tokenizer
@@ -160,8 +161,8 @@ class PI05Processor:
         """Resizes and scales the images of a batch.
 
         Args:
-            cameras: one uint8 ``[B, height, width, 3]`` tensor per used camera, in the model's camera order; sizes may differ
-                between cameras. Tensors elsewhere are copied to the processor's device once, as uint8.
+            cameras: one uint8 ``[B, height, width, 3]`` tensor per used camera, in the model's camera order; sizes
+                may differ between cameras. Tensors elsewhere are copied to the processor's device once, as uint8.
 
         Returns:
             float32 ``[B, cameras, 3, image_size, image_size]`` in [-1, 1].
@@ -200,8 +201,8 @@ class PI05Processor:
         """
         if states.dim() != 2 or not states.is_floating_point() or states.shape[1] > self.options.action_dim:
             raise ValueError(
-                f"states have dtype {states.dtype} and shape {tuple(states.shape)}; expected floating point [B, n] with n <="
-                f" {self.options.action_dim}"
+                f"states have dtype {states.dtype} and shape {tuple(states.shape)}; expected floating point [B, n] with"
+                f" n <= {self.options.action_dim}"
             )
         values = states.to(torch.float64)
         if self.norm_stats is None:

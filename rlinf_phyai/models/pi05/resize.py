@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Image resize that gives the very pixels Pillow gives, on any torch device.
 
-The policy was trained on images that Pillow's bilinear filter shrank, and the training actor keeps resizing with Pillow. A
-resize that differs by a single grey level would add rollout/actor mismatch, so this module repeats Pillow's integer
-arithmetic instead of using an interpolation of torch:
+The policy was trained on images that Pillow's bilinear filter shrank, and the training actor keeps resizing with
+Pillow. A resize that differs by a single grey level would add rollout/actor mismatch, so this module repeats Pillow's
+integer arithmetic instead of using an interpolation of torch:
 
-* For one axis, output pixel ``o`` has its centre at ``(o + 0.5) * scale`` with ``scale = input / output``. A triangle filter of
-  half width ``max(scale, 1)`` around it gives float64 weights, normalised to sum 1.
+* For one axis, output pixel ``o`` has its centre at ``(o + 0.5) * scale`` with ``scale = input / output``. A triangle
+  filter of half width ``max(scale, 1)`` around it gives float64 weights, normalised to sum 1.
 * The weights become integers with 22 fraction bits, rounded half away from zero.
-* Two passes, one per axis; each sums ``pixel * weight`` in integers, adds half a unit, shifts right by 22 and clips to 0..255.
-  The rounding between the two passes is part of the result, so their order is too.
+* Two passes, one per axis; each sums ``pixel * weight`` in integers, adds half a unit, shifts right by 22 and clips
+  to 0..255. The rounding between the two passes is part of the result, so their order is too.
 
-A pass whose input and output sizes agree is skipped, as Pillow does. Pillow filters rows (horizontally) first; newer releases
-filter columns first where that is cheaper, mostly for tall images. Where Pillow is installed, the first image of each size is
-therefore preceded by one comparison with it, which picks the order; without Pillow the order is horizontal first.
+A pass whose input and output sizes agree is skipped, as Pillow does. Pillow filters rows (horizontally) first; newer
+releases filter columns first where that is cheaper, mostly for tall images. Where Pillow is installed, the first
+image of each size is therefore preceded by one comparison with it, which picks the order; without Pillow the order is
+horizontal first.
 """
 
 from __future__ import annotations
@@ -103,8 +104,8 @@ def _columns_first(size_in: tuple[int, int], size_out: tuple[int, int]) -> bool:
         if torch.equal(_resample(planes, *size_out, columns_first=order)[0].permute(1, 2, 0), wanted):
             return order
     _logger.warning(
-        "The resize %s -> %s differs from that of the installed Pillow %s: its filter has changed. Rollout and actor see"
-        " slightly different pixels until one of them is updated.",
+        "The resize %s -> %s differs from that of the installed Pillow %s: its filter has changed. Rollout and actor"
+        " see slightly different pixels until one of them is updated.",
         size_in,
         size_out,
         PIL.__version__,

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Task sentences to padded token ids, the way the policy was trained.
 
-The sentence is stripped, underscores and line breaks become blanks. Without state the prompt is the sentence and a separate
-line break; with state (an option of some checkpoints) each state value in [-1, 1] becomes one of 256 bin numbers written into
-the prompt. Ids are cut at ``max_len`` or padded with 0 on the right.
+The sentence is stripped, underscores and line breaks become blanks. Without state the prompt is the sentence and a
+separate line break; with state (an option of some checkpoints) each state value in [-1, 1] becomes one of 256 bin
+numbers written into the prompt. Ids are cut at ``max_len`` or padded with 0 on the right.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class PromptTokenizer:
     Args:
         model_proto: the serialised sentencepiece model (the contents of a ``tokenizer.model`` file).
         max_len: length every prompt is padded or cut to, in tokens.
-        cache_size: number of prompts kept; the least recently used is dropped. Prompts with state are not kept, since hardly
-            any comes twice.
+        cache_size: number of prompts kept; the least recently used is dropped. Prompts with state are not kept, since
+            hardly any comes twice.
 
     Raises:
         ValueError: not a sentencepiece model, or ``max_len`` below 1.
@@ -72,8 +72,8 @@ class PromptTokenizer:
         tokens = self._encode(sentence, state)
         if len(tokens) > self.max_len:
             _logger.warning(
-                "The prompt %r has %d tokens, more than the maximum of %d; the rest is cut off. Shorten the task sentence or"
-                " use a checkpoint with a larger max_token_len.",
+                "The prompt %r has %d tokens, more than the maximum of %d; the rest is cut off. Shorten the task"
+                " sentence or use a checkpoint with a larger max_token_len.",
                 sentence,
                 len(tokens),
                 self.max_len,
