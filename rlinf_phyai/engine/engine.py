@@ -56,9 +56,13 @@ class Engine:
         self.runtime = runtime
         self.kernel_policy: KernelPolicy = load_kernel_policy(runtime.kernel_policy)
         try:
-            kernels, self.kernel_backends = resolve(self.kernel_policy.operations, self.device, self.kernel_policy.fallback)
+            kernels, self.kernel_backends = resolve(
+                self.kernel_policy.operations, self.device, self.kernel_policy.fallback
+            )
         except UnknownKernel as error:
-            raise KernelPolicyError(f"kernel policy {self.kernel_policy.name} ({self.kernel_policy.source}): {error}") from error
+            raise KernelPolicyError(
+                f"kernel policy {self.kernel_policy.name} ({self.kernel_policy.source}): {error}"
+            ) from error
         self._lock = threading.RLock()
         self._graphs = GraphCache(runtime.max_graphs)
         self._use_graphs = runtime.use_cuda_graph and self.device.type == "cuda"
@@ -74,12 +78,16 @@ class Engine:
         self.model_config: PI05Config = model.config
         self.max_batch_size: int = model.args.max_batch_size
         logger.info(
-            "engine: %s, %s, kernel policy %s; %s", self.device, self.params_dtype, self.kernel_policy.name, self.load_report.summary()
+            "engine: %s, %s, kernel policy %s; %s",
+            self.device,
+            self.params_dtype,
+            self.kernel_policy.name,
+            self.load_report.summary(),
         )
         if self.device.type == "cuda":
             self._warm_up(model)
 
-    # -- inference --------------------------------------------------------------------------------------------------------
+    # -- inference --
 
     def step(self, request: PI05Request) -> Tensor:
         """Deterministic actions: float32 [B, H, D] on the engine's device.
@@ -167,12 +175,14 @@ class Engine:
         if model.args.capture_rollout:
             sigmas = torch.zeros(batch, c.num_steps)
             step_noise = torch.zeros(batch, c.num_steps, c.action_horizon, c.action_dim)
-            self.rollout_step(PI05RolloutRequest(pixels, ids, lens, noise, None, sigmas, step_noise, compute_value=False))
+            self.rollout_step(
+                PI05RolloutRequest(pixels, ids, lens, noise, None, sigmas, step_noise, compute_value=False)
+            )
         else:
             self.step(PI05Request(pixels, ids, lens, noise))
         torch.cuda.synchronize(self.device)
 
-    # -- weights ----------------------------------------------------------------------------------------------------------
+    # -- weights --
 
     @property
     def version(self) -> int:
@@ -229,7 +239,7 @@ class Engine:
             raise
         self.finish_weight_update(version, require_all)
 
-    # -- life cycle -------------------------------------------------------------------------------------------------------
+    # -- life cycle --
 
     def captured_graphs(self) -> dict[Hashable, Any]:
         """The captured CUDA graphs by key (empty on CPU or with graphs off)."""
@@ -249,7 +259,9 @@ class Engine:
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 
@@ -257,9 +269,13 @@ def _resolve_device(target: str) -> torch.device:
     device = torch.device(target)
     if device.type == "cuda":
         if not torch.cuda.is_available():
-            raise ValueError(f"DeviceConfig.target is {target!r}, but torch sees no CUDA device; use 'cpu' or fix the driver.")
-        if device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
+            raise ValueError(
+                f"DeviceConfig.target is {target!r}, but torch sees no CUDA device; use 'cpu' or fix the driver."
+            )
+        index: int | None = device.index
+        device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
         if device.index >= torch.cuda.device_count():
-            raise ValueError(f"DeviceConfig.target is {target!r}, but there are {torch.cuda.device_count()} CUDA devices.")
+            raise ValueError(
+                f"DeviceConfig.target is {target!r}, but there are {torch.cuda.device_count()} CUDA devices."
+            )
     return device

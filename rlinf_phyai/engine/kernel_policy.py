@@ -70,7 +70,9 @@ def load_kernel_policy(choice: str | Path | None) -> KernelPolicy:
         raise KernelPolicyError(f"kernel policy {path} must be a mapping with the keys {', '.join(sorted(_KEYS))}.")
     unknown = set(content) - _KEYS
     if unknown:
-        raise KernelPolicyError(f"kernel policy {path} has unknown keys {sorted(unknown)}; allowed: {', '.join(sorted(_KEYS))}.")
+        raise KernelPolicyError(
+            f"kernel policy {path} has unknown keys {sorted(unknown)}; allowed: {', '.join(sorted(_KEYS))}."
+        )
     fallback = content.get("fallback")
     if fallback not in (None, "torch"):
         raise KernelPolicyError(f"kernel policy {path}: fallback is {fallback!r}; allowed: null or 'torch'.")
@@ -79,4 +81,6 @@ def load_kernel_policy(choice: str | Path | None) -> KernelPolicy:
         check_operations(operations)
     except UnknownKernel as error:
         raise KernelPolicyError(f"kernel policy {path}: {error}") from error
-    return KernelPolicy(name=str(content.get("name", path.stem)), operations=operations, fallback=fallback, source=str(path))
+    return KernelPolicy(
+        name=str(content.get("name", path.stem)), operations=operations, fallback=fallback, source=str(path)
+    )

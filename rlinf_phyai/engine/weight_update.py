@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -59,7 +59,9 @@ class WeightUpdater:
         refresh: recomputes everything derived from the weights, in place.
     """
 
-    def __init__(self, parameters: Parameters, canonical_name: Callable[[str], str], refresh: Callable[[], None]) -> None:
+    def __init__(
+        self, parameters: Parameters, canonical_name: Callable[[str], str], refresh: Callable[[], None]
+    ) -> None:
         self._parameters, self._canonical_name, self._refresh = parameters, canonical_name, refresh
         self.version = 0
         self._state = UpdateState.IDLE
@@ -67,7 +69,7 @@ class WeightUpdater:
         self._committed = parameters.write_counters()
         self._report = LoadReport()
 
-    # -- state ------------------------------------------------------------------------------------------------------------
+    # -- state --
 
     @property
     def state(self) -> UpdateState:
@@ -103,13 +105,15 @@ class WeightUpdater:
     def _is_dirty(self) -> bool:
         return self._state is UpdateState.DIRTY or self._parameters.write_counters() != self._committed
 
-    # -- session ----------------------------------------------------------------------------------------------------------
+    # -- session --
 
     def begin(self) -> None:
         """Opens a session."""
         self._check_alive()
         if self._state is not UpdateState.IDLE:
-            raise WeightUpdateError("a weight update is already in progress; finish or abort it before the next one begins.")
+            raise WeightUpdateError(
+                "a weight update is already in progress; finish or abort it before the next one begins."
+            )
         self.check_usable()
         self._report = LoadReport()
         self._state = UpdateState.CLEAN
@@ -133,7 +137,7 @@ class WeightUpdater:
             if tensor.dtype != view.dtype:
                 self._report.casts.append(f"{name}: {tensor.dtype} -> {view.dtype}")
 
-    def _check_batch(self, items: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor, Tensor]]:
+    def _check_batch(self, items: list[tuple[str, Any]]) -> list[tuple[str, Tensor, Tensor]]:
         """(canonical name, view, tensor) of what is to be written. Changes nothing when it raises."""
         views = self._parameters.views
         seen = set(self._report.loaded) | set(self._report.ignored)
@@ -161,7 +165,9 @@ class WeightUpdater:
                     targets.append((name, view, tensor))
         problems += self._check_tied(targets)
         if problems:
-            raise WeightUpdateError(f"weight update rejected, nothing of this batch was written: {'; '.join(problems[:8])}.")
+            raise WeightUpdateError(
+                f"weight update rejected, nothing of this batch was written: {'; '.join(problems[:8])}."
+            )
         self._report.ignored += ignored
         return targets
 
@@ -195,9 +201,13 @@ class WeightUpdater:
             self._complete_report(report)
             new_version = self.version + 1 if version is None else int(version)
             if new_version < self.version:
-                raise WeightUpdateError(f"version {new_version} is below the present version {self.version}; versions never go back.")
+                raise WeightUpdateError(
+                    f"version {new_version} is below the present version {self.version}; versions never go back."
+                )
             if require_all and report.missing:
-                raise WeightUpdateError(f"require_all: {len(report.missing)} parameters did not come, first {report.missing[:8]}.")
+                raise WeightUpdateError(
+                    f"require_all: {len(report.missing)} parameters did not come, first {report.missing[:8]}."
+                )
             if dirty:
                 self._refresh()
             self._committed = self._parameters.write_counters()

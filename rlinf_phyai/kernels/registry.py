@@ -59,7 +59,9 @@ def check_operations(operations: Mapping[str, str]) -> None:
     """Raises UnknownKernel when an operation or a backend name does not exist."""
     for op, backend in operations.items():
         if op not in BACKENDS:
-            raise UnknownKernel(f"unknown operation {op!r}; operations: {', '.join(OPERATIONS)}.{_close(op, list(BACKENDS))}")
+            raise UnknownKernel(
+                f"unknown operation {op!r}; operations: {', '.join(OPERATIONS)}.{_close(op, list(BACKENDS))}"
+            )
         if backend not in BACKENDS[op]:
             raise UnknownKernel(
                 f"operation {op!r} has no backend {backend!r}; it has: {', '.join(sorted(BACKENDS[op]))}."
@@ -78,7 +80,9 @@ def _load(op: str, backend: str, device: torch.device) -> tuple[Op | None, str]:
     return (None, reason) if reason else (getattr(module, function), "")
 
 
-def resolve(operations: Mapping[str, str], device: torch.device, fallback: str | None = None) -> tuple[Kernels, dict[str, str]]:
+def resolve(
+    operations: Mapping[str, str], device: torch.device, fallback: str | None = None
+) -> tuple[Kernels, dict[str, str]]:
     """Kernels for ``device`` and the backend really used per operation.
 
     Args:

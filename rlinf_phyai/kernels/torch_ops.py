@@ -118,12 +118,18 @@ def attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) ->
     batch, length, q_heads, head_dim = q.shape
     keys, kv_heads = k.shape[1], k.shape[2]
     groups = q_heads // kv_heads
-    queries = q.view(batch, length, kv_heads, groups, head_dim).permute(0, 2, 3, 1, 4).reshape(batch, kv_heads, -1, head_dim)
+    queries = (
+        q.view(batch, length, kv_heads, groups, head_dim).permute(0, 2, 3, 1, 4).reshape(batch, kv_heads, -1, head_dim)
+    )
     scores = torch.matmul(queries, k.permute(0, 2, 3, 1)) * scale
     masked = torch.arange(keys, device=q.device)[None] >= lengths[:, None]
     probabilities = torch.softmax(scores.float().masked_fill(masked[:, None, None], -torch.inf), dim=-1).to(q.dtype)
     out = torch.matmul(probabilities, v.transpose(1, 2))
-    return out.view(batch, kv_heads, groups, length, head_dim).permute(0, 3, 1, 2, 4).reshape(batch, length, q_heads, head_dim)
+    return (
+        out.view(batch, kv_heads, groups, length, head_dim)
+        .permute(0, 3, 1, 2, 4)
+        .reshape(batch, length, q_heads, head_dim)
+    )
 
 
 suffix_attention = attention

@@ -12,7 +12,9 @@ from rlinf_phyai.models.pi05.configuration import PI05Config
 class KeyValueCache:
     """k, v: [layers, B, slots, kv_heads, head_dim]. Slot = position: valid tokens of a sample are contiguous from 0."""
 
-    def __init__(self, config: PI05Config, batch: int, prefix_tokens: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: PI05Config, batch: int, prefix_tokens: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
         c = config.prefix
         shape = (c.depth, batch, prefix_tokens + config.action_horizon, c.num_kv_heads, c.head_dim)
         self.k: Tensor = torch.empty(shape, dtype=dtype, device=device)

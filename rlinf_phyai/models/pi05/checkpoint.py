@@ -23,7 +23,14 @@ LM_HEAD = "paligemma_with_expert.paligemma.lm_head.weight"
 EXPERT_LM_HEAD = "paligemma_with_expert.gemma_expert.lm_head.weight"
 """The action path never reads the expert's output head; it is accepted and dropped."""
 
-_ROOTS = ("paligemma_with_expert.", "action_in_proj.", "action_out_proj.", "time_mlp_in.", "time_mlp_out.", "value_head.")
+_ROOTS = (
+    "paligemma_with_expert.",
+    "action_in_proj.",
+    "action_out_proj.",
+    "time_mlp_in.",
+    "time_mlp_out.",
+    "value_head.",
+)
 _PALIGEMMA = "paligemma_with_expert.paligemma."
 _OLD_NESTING = (  # transformers < 4.52
     (f"{_PALIGEMMA}language_model.lm_head.", f"{_PALIGEMMA}lm_head."),
@@ -76,7 +83,9 @@ def weight_files(checkpoint_dir: str | Path) -> list[Path]:
     """
     directory = Path(checkpoint_dir).expanduser()
     if not directory.is_dir():
-        raise CheckpointError(f"checkpoint directory {directory} does not exist; set the model path to a downloaded checkpoint.")
+        raise CheckpointError(
+            f"checkpoint directory {directory} does not exist; set the model path to a downloaded checkpoint."
+        )
     for relative in ("model_state_dict/full_weights.pt", "actor/model_state_dict/full_weights.pt"):
         if (directory / relative).is_file():
             return [directory / relative]

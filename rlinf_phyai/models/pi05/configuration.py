@@ -149,7 +149,10 @@ def infer_config(shapes: Mapping[str, tuple[int, ...]], content: Mapping[str, An
         patch_size=patch,
         image_size=patch * round(positions**0.5),
     )
-    embedding = shapes.get(f"{vlm}language_model.embed_tokens.weight") or shapes["paligemma_with_expert.paligemma.lm_head.weight"]
+    embedding = (
+        shapes.get(f"{vlm}language_model.embed_tokens.weight")
+        or shapes["paligemma_with_expert.paligemma.lm_head.weight"]
+    )
     fields: dict[str, Any] = {
         "vision": vision,
         "prefix": _gemma(shapes, f"{vlm}language_model."),

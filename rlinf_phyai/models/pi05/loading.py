@@ -32,7 +32,11 @@ def _some(names: Iterable[str]) -> str:
 
 
 def plan_load(
-    views: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], is_optional: Callable[[str], bool], subset: bool, where: str
+    views: Mapping[str, Tensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    is_optional: Callable[[str], bool],
+    subset: bool,
+    where: str,
 ) -> LoadReport:
     """Report of a load that would write ``shapes`` (canonical names) into ``views``.
 
@@ -83,9 +87,17 @@ def _canonical_shapes(tensors: Mapping[str, Tensor], where: str) -> dict[str, tu
 
 
 @torch.no_grad()
-def _write(weights: PI05Weights, tensors: Iterable[tuple[str, Tensor]], report: LoadReport, progress: bool, where: str) -> None:
+def _write(
+    weights: PI05Weights, tensors: Iterable[tuple[str, Tensor]], report: LoadReport, progress: bool, where: str
+) -> None:
     written_tied: Tensor | None = None
-    bar = tqdm(tensors, total=len(report.loaded) + len(report.ignored), desc="Loading weights", disable=not progress, leave=False)
+    bar = tqdm(
+        tensors,
+        total=len(report.loaded) + len(report.ignored),
+        desc="Loading weights",
+        disable=not progress,
+        leave=False,
+    )
     for name, tensor in bar:
         target = canonical_name(name)
         view = weights.views[target]
@@ -93,14 +105,18 @@ def _write(weights: PI05Weights, tensors: Iterable[tuple[str, Tensor]], report: 
             continue
         if target in (EMBEDDING, LM_HEAD):
             if written_tied is not None and not torch.equal(written_tied, tensor):
-                raise CheckpointError(f"{where}: {EMBEDDING} and {LM_HEAD} are one tensor in this model but differ in the checkpoint.")
+                raise CheckpointError(
+                    f"{where}: {EMBEDDING} and {LM_HEAD} are one tensor in this model but differ in the checkpoint."
+                )
             written_tied = tensor
         if tensor.dtype != view.dtype:
             report.casts.append(f"{target}: {tensor.dtype} -> {view.dtype}")
         view.copy_(tensor)
 
 
-def load_checkpoint(weights: PI05Weights, checkpoint_dir: str | Path, extra: str | Path | None, progress: bool) -> LoadReport:
+def load_checkpoint(
+    weights: PI05Weights, checkpoint_dir: str | Path, extra: str | Path | None, progress: bool
+) -> LoadReport:
     """Loads a checkpoint directory and, on top of it, an optional ``.pt`` state dict (any subset of the parameters).
 
     Raises:

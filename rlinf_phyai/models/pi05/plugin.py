@@ -22,7 +22,13 @@ class PI05Model:
     canonical_name = staticmethod(canonical_name)
 
     def __init__(
-        self, args: PI05Args, kernels: Kernels, device: torch.device, params_dtype: torch.dtype, seed: int, progress: bool
+        self,
+        args: PI05Args,
+        kernels: Kernels,
+        device: torch.device,
+        params_dtype: torch.dtype,
+        seed: int,
+        progress: bool,
     ) -> None:
         if not isinstance(args, PI05Args):
             raise TypeError(f"the pi05 plugin needs PI05Args; found {type(args).__name__}.")

@@ -44,7 +44,9 @@ class PI05Args:
 
     def __post_init__(self) -> None:
         if not isinstance(self.max_batch_size, int) or self.max_batch_size < 1:
-            raise RequestError(f"PI05Args.max_batch_size is {self.max_batch_size!r}; it must be an integer of at least 1.")
+            raise RequestError(
+                f"PI05Args.max_batch_size is {self.max_batch_size!r}; it must be an integer of at least 1."
+            )
 
     def overrides(self) -> dict[str, object]:
         """The fields that replace those of the checkpoint's configuration."""
@@ -124,10 +126,14 @@ def _used_cameras(request: PI05Request, config: PI05Config) -> list[int]:
         raise RequestError(f"image_masks has shape {tuple(masks.shape)}; expected ({cameras},) or (batch, {cameras}).")
     rows = masks.view(-1, cameras)
     if not bool((rows == rows[0]).all()):
-        raise RequestError("image_masks differs between samples; one call needs the same used cameras for all of its samples.")
+        raise RequestError(
+            "image_masks differs between samples; one call needs the same used cameras for all of its samples."
+        )
     used = [i for i, flag in enumerate(rows[0].tolist()) if flag]
     if used != list(range(len(used))):
-        raise RequestError(f"image_masks uses cameras {used}; the used cameras must come first, before the masked ones.")
+        raise RequestError(
+            f"image_masks uses cameras {used}; the used cameras must come first, before the masked ones."
+        )
     return used
 
 
@@ -157,7 +163,9 @@ def check_request(
     pixels = request.pixel_values
     if not isinstance(pixels, Tensor) or pixels.ndim != 5:
         found = tuple(pixels.shape) if isinstance(pixels, Tensor) else type(pixels).__name__
-        raise RequestError(f"pixel_values is {found}; expected a tensor (batch, cameras, 3, {config.vision.image_size}, same).")
+        raise RequestError(
+            f"pixel_values is {found}; expected a tensor (batch, cameras, 3, {config.vision.image_size}, same)."
+        )
     batch, cameras = pixels.shape[:2]
     if not 1 <= batch <= max_batch_size:
         raise RequestError(
@@ -173,15 +181,21 @@ def check_request(
 
     ids = request.input_ids
     if not isinstance(ids, Tensor) or ids.ndim != 2:
-        raise RequestError(f"input_ids must be an int64 tensor (batch, length); found {getattr(ids, 'shape', type(ids).__name__)}.")
+        raise RequestError(
+            f"input_ids must be an int64 tensor (batch, length); found {getattr(ids, 'shape', type(ids).__name__)}."
+        )
     length = ids.shape[1]
     _expect("input_ids", ids, (batch, length), (torch.int64,))
     if not 1 <= length <= config.tokenizer_max_length:
-        raise RequestError(f"input_ids has length {length}; allowed: 1..{config.tokenizer_max_length} (tokenizer_max_length).")
+        raise RequestError(
+            f"input_ids has length {length}; allowed: 1..{config.tokenizer_max_length} (tokenizer_max_length)."
+        )
     _expect("lang_lens", request.lang_lens, (batch,), (torch.int64, torch.int32))
     lens = request.lang_lens.cpu()
     if int(lens.min()) < 1 or int(lens.max()) > length:
-        raise RequestError(f"lang_lens holds {lens.tolist()}; every value must be in 1..{length}, the length of input_ids.")
+        raise RequestError(
+            f"lang_lens holds {lens.tolist()}; every value must be in 1..{length}, the length of input_ids."
+        )
     _check_padding(ids, lens, config.vocab_size)
 
     noise = request.noise
@@ -209,10 +223,14 @@ def _check_padding(ids: Tensor, lens: Tensor, vocab_size: int) -> None:
     if ids.device.type != "cpu":
         return
     if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
-        raise RequestError(f"input_ids holds ids in {int(ids.min())}..{int(ids.max())}; the vocabulary has 0..{vocab_size - 1}.")
+        raise RequestError(
+            f"input_ids holds ids in {int(ids.min())}..{int(ids.max())}; the vocabulary has 0..{vocab_size - 1}."
+        )
     padded = torch.arange(ids.shape[1])[None] >= lens[:, None]
     if bool((ids.masked_fill(~padded, 0) != 0).any()):
-        raise RequestError("input_ids must be right-padded with 0: some positions at or behind lang_lens hold other ids.")
+        raise RequestError(
+            "input_ids must be right-padded with 0: some positions at or behind lang_lens hold other ids."
+        )
 
 
 def _check_rollout(request: PI05Request, batch: int, config: PI05Config) -> tuple[Tensor | None, Tensor | None]:

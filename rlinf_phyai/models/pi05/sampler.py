@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -44,7 +45,7 @@ def sample_sde(
     """
     x = noise
     chain, log_probs, outputs = [x], [], []
-    for i, (time, following) in enumerate(zip(times, times[1:], strict=False)):
+    for i, (time, following) in enumerate(pairwise(times)):
         v, output = field(i, x)
         x, log_prob = kernels.denoise_update(x, v, step_noise[:, i], sigmas[:, i], time, _difference(time, following))
         chain.append(x)
@@ -56,7 +57,7 @@ def sample_sde(
 def sample_ode(field: VelocityField, times: list[float], noise: Tensor) -> Tensor:
     """Deterministic Euler integration from ``noise`` [B, H, D] to actions [B, H, D]."""
     x = noise
-    for i, (time, following) in enumerate(zip(times, times[1:], strict=False)):
+    for i, (time, following) in enumerate(pairwise(times)):
         v, _ = field(i, x)
         remaining = _difference(time, _difference(time, following))
         x = (x - v * time) * (1.0 - remaining) + (x + v * (1.0 - time)) * remaining

@@ -70,7 +70,9 @@ class Buffers:
         f32 = torch.float32
         self.pixels = torch.zeros(shape.batch, shape.cameras, 3, size, size, dtype=f32, device=device)
         self.input_ids = torch.zeros(shape.batch, shape.prompt, dtype=torch.int64, device=device)
-        self.lengths = torch.full((shape.batch,), shape.cameras * c.vision.num_tokens + 1, dtype=torch.int32, device=device)
+        self.lengths = torch.full(
+            (shape.batch,), shape.cameras * c.vision.num_tokens + 1, dtype=torch.int32, device=device
+        )
         self.noise = torch.zeros(shape.batch, *actions, dtype=f32, device=device)
         self.sigmas = torch.zeros(shape.batch, shape.num_steps, dtype=f32, device=device)
         self.step_noise = torch.zeros(shape.batch, shape.num_steps, *actions, dtype=f32, device=device)
@@ -102,7 +104,12 @@ class PI05Scheduler:
     """Runs programs for one set of weights; knows nothing of weight updates or threads (see ``engine.Engine``)."""
 
     def __init__(
-        self, kernels: Kernels, weights: PI05Weights, tables: DerivedTables, max_batch_size: int, generator: torch.Generator
+        self,
+        kernels: Kernels,
+        weights: PI05Weights,
+        tables: DerivedTables,
+        max_batch_size: int,
+        generator: torch.Generator,
     ) -> None:
         self.kernels, self.weights, self.tables = kernels, weights, tables
         self.config = weights.config
@@ -150,7 +157,9 @@ class PI05Scheduler:
         buffers.fill(request, image_tokens, self._generator, shape)
         schedule = self.tables.schedule(shape.num_steps) if shape.num_steps else None
         # The key holds the very objects whose memory a graph reads, so a replaced buffer or schedule means a new capture.
-        outputs = run((shape, id(buffers), id(schedule)), lambda: self.program(shape, buffers, schedule), (buffers, schedule))
+        outputs = run(
+            (shape, id(buffers), id(schedule)), lambda: self.program(shape, buffers, schedule), (buffers, schedule)
+        )
         return {name: tensor[: request.batch].clone() for name, tensor in outputs.items()}
 
     def program(self, shape: Shape, buffers: Buffers, schedule: DenoiseSchedule | None) -> dict[str, Tensor]:
@@ -161,9 +170,7 @@ class PI05Scheduler:
             return {"values": values}
 
         def field(step: int, x: Tensor) -> tuple[Tensor, Tensor]:
-            return velocity(
-                self.kernels, self.weights, self.tables.rotary, schedule, step, x, buffers.lengths, cache
-            )
+            return velocity(self.kernels, self.weights, self.tables.rotary, schedule, step, x, buffers.lengths, cache)
 
         if not shape.stochastic:
             return {"actions": sample_ode(field, schedule.times, buffers.noise)}
@@ -181,7 +188,9 @@ class PI05Scheduler:
 
     def _prefix(self, shape: Shape, buffers: Buffers) -> tuple[KeyValueCache, Tensor | None]:
         images = embed_images(self.kernels, self.weights, buffers.pixels.flatten(0, 1))
-        x = torch.cat((images.view(shape.batch, -1, images.shape[-1]), embed_prompt(self.weights, buffers.input_ids)), dim=1)
+        x = torch.cat(
+            (images.view(shape.batch, -1, images.shape[-1]), embed_prompt(self.weights, buffers.input_ids)), dim=1
+        )
         cache = KeyValueCache(self.config, shape.batch, x.shape[1], self.weights.device, self.weights.params_dtype)
         if shape.value and self.config.critic_after_vlm:
             return cache, fill_cache_and_value(

@@ -40,7 +40,13 @@ def value_from_expert(weights: PI05Weights, expert_outputs: list[Tensor]) -> Ten
 
 
 def fill_cache_and_value(
-    kernels: Kernels, weights: PI05Weights, tables: DerivedTables, x: Tensor, lengths: Tensor, cache: KeyValueCache, cameras: int
+    kernels: Kernels,
+    weights: PI05Weights,
+    tables: DerivedTables,
+    x: Tensor,
+    lengths: Tensor,
+    cache: KeyValueCache,
+    cameras: int,
 ) -> Tensor:
     """Runs the whole prefix, fills the cache and returns the critic's value.
 

@@ -9,6 +9,7 @@ graphs stay valid, and a handful of version counters tells whether anybody wrote
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -72,7 +73,7 @@ class PI05Weights:
         self._build_expert()
         self._build_heads()
 
-    # -- memory -----------------------------------------------------------------------------------------------------------
+    # -- memory --
 
     def _new(self, key: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         tensor = torch.zeros(shape, dtype=dtype or self.params_dtype, device=self.device)
@@ -88,7 +89,7 @@ class PI05Weights:
         """torch's version counter of every storage; any in-place write to a storage or a view of it raises its counter."""
         return tuple(t._version for t in self.storages.values())
 
-    # -- vision -----------------------------------------------------------------------------------------------------------
+    # -- vision --
 
     def _build_vision(self) -> None:
         c = self.config.vision
@@ -134,7 +135,7 @@ class PI05Weights:
         views[f"{_TOWER}post_layernorm.weight"], views[f"{_TOWER}post_layernorm.bias"] = post[0], post[1]
         views[f"{_PROJECTOR}weight"], views[f"{_PROJECTOR}bias"] = projector, projector_bias
 
-    # -- Gemma stacks -----------------------------------------------------------------------------------------------------
+    # -- Gemma stacks --
 
     def _build_layers(self, key: str, stem: str, c: GemmaConfig) -> list[GemmaLayer]:
         """Stacks of one Gemma and the views of its matrices; the norms' views follow per layer through ``_norm_views``."""
@@ -181,10 +182,15 @@ class PI05Weights:
         self.ada_weight = self._new("expert.ada.weight", 2 * c.depth + 1, 3 * c.width, c.width, dtype=torch.float32)
         self.ada_bias = self._new("expert.ada.bias", 2 * c.depth + 1, 3 * c.width, dtype=torch.float32)
         self.expert_layers = self._build_layers("expert", _EXPERT, c)
-        self.views[f"{_EXPERT}norm.dense.weight"], self.views[f"{_EXPERT}norm.dense.bias"] = self.ada_weight[-1], self.ada_bias[-1]
-        self.views[EXPERT_LM_HEAD] = torch.empty(self.config.vocab_size, c.width, dtype=self.params_dtype, device="meta")
+        self.views[f"{_EXPERT}norm.dense.weight"], self.views[f"{_EXPERT}norm.dense.bias"] = (
+            self.ada_weight[-1],
+            self.ada_bias[-1],
+        )
+        self.views[EXPERT_LM_HEAD] = torch.empty(
+            self.config.vocab_size, c.width, dtype=self.params_dtype, device="meta"
+        )
 
-    # -- projections and critic -------------------------------------------------------------------------------------------
+    # -- projections and critic --
 
     def _linear(self, name: str, rows: int, columns: int) -> tuple[Tensor, Tensor]:
         weight = self._new(f"{name}.weight", rows, columns, dtype=torch.float32)
@@ -201,7 +207,7 @@ class PI05Weights:
         self.value_head: list[tuple[Tensor, Tensor]] = []
         if self.config.value_mode is not None:
             sizes = (self.config.value_input_width, *self.config.value_head_sizes, 1)
-            for i, (columns, rows) in enumerate(zip(sizes, sizes[1:], strict=False)):
+            for i, (columns, rows) in enumerate(pairwise(sizes)):
                 self.value_head.append(self._linear(f"value_head.mlp.{2 * i}", rows, columns))
 
     def is_optional(self, name: str) -> bool:
