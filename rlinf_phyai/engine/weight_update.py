@@ -30,6 +30,18 @@ _RECOVER = "Close this engine, build a new one and load the full weights."
 _TIED = (EMBEDDING, LM_HEAD)
 
 
+@torch.no_grad()
+def _copy(targets: list[tuple[str, Tensor, Tensor]]) -> None:
+    """Few launches instead of one per parameter: tensors that share types and device are copied together."""
+    groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+    for _, view, tensor in targets:
+        views, tensors = groups.setdefault((view.dtype, tensor.dtype, tensor.device), ([], []))
+        views.append(view)
+        tensors.append(tensor)
+    for views, tensors in groups.values():
+        torch._foreach_copy_(views, tensors)
+
+
 class UpdateState(Enum):
     """Where the weights stand."""
 
@@ -130,8 +142,7 @@ class WeightUpdater:
         if not targets:
             return
         self._state = UpdateState.DIRTY
-        with torch.no_grad():
-            torch._foreach_copy_([view for _, view, _ in targets], [tensor for _, _, tensor in targets])
+        _copy(targets)
         for name, view, tensor in targets:
             self._report.loaded.append(name)
             if tensor.dtype != view.dtype:

@@ -46,6 +46,9 @@ _TORCH = "rlinf_phyai.kernels.torch_ops"
 BACKENDS: dict[str, dict[str, str]] = {op: {"torch": f"{_TORCH}:{op}"} for op in OPERATIONS}
 
 
+BACKENDS["denoise_update"]["triton"] = "rlinf_phyai.kernels.triton_sampler:denoise_update"
+
+
 class UnknownKernel(ValueError):
     """An operation or backend that does not exist, or a backend that cannot run on this device."""
 

@@ -55,7 +55,6 @@ def attend_and_project(
 ) -> Tensor:
     """Attention of layer i, its output projection, the residual and the norm before the MLP: returns [B * L, width]."""
     c = weights.config.prefix
-    length = q.shape[1]
-    attended = kernels.attention(q, cache.k[i][:, :length], cache.v[i][:, :length], lengths, c.attention_scale)
+    attended = kernels.attention(q, cache.k[i], cache.v[i], lengths, c.attention_scale)
     y = kernels.linear(attended.reshape(rows.shape[0], -1), weights.prefix_layers[i].o)
     return kernels.add_rms_norm(rows, y, weights.prefix_norms[2 * i + 1], c.norm_eps)
