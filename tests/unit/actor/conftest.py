@@ -233,8 +233,11 @@ def give_batch(recorded_batch: dict[str, Any]):
     """``give_batch(actor)`` hands the actor its own copy, through RLinf's own processing of received trajectories."""
 
     def give(actor: Any, **replace: torch.Tensor) -> dict[str, Any]:
-        batch = {k: (v.clone() if torch.is_tensor(v) else {n: t.clone() for n, t in v.items()}) for k, v in
-        recorded_batch.items()} batch.update(replace)
+        batch: dict[str, Any] = {}
+        for key, value in recorded_batch.items():
+            nested = isinstance(value, dict)
+            batch[key] = {name: tensor.clone() for name, tensor in value.items()} if nested else value.clone()
+        batch.update(replace)
         actor.rollout_batch = actor._process_received_rollout_batch(batch)
         return actor.rollout_batch
 
