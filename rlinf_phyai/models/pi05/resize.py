@@ -22,6 +22,7 @@ from __future__ import annotations
 import functools
 import logging
 
+import numpy as np
 import torch
 
 _logger = logging.getLogger(__name__)
@@ -98,7 +99,7 @@ def _columns_first(size_in: tuple[int, int], size_out: tuple[int, int]) -> bool:
         return False
     probe = torch.randint(0, 256, (*size_in, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     reference = Image.fromarray(probe.numpy()).resize(size_out[::-1], resample=Image.Resampling.BILINEAR)
-    wanted = torch.tensor(list(reference.tobytes()), dtype=torch.uint8).view(*size_out, 3)
+    wanted = torch.from_numpy(np.array(reference))
     planes = probe.permute(2, 0, 1)[None].contiguous()
     for order in (False, True):
         if torch.equal(_resample(planes, *size_out, columns_first=order)[0].permute(1, 2, 0), wanted):
