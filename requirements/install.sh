@@ -138,7 +138,7 @@ if [ -z "$uv" ]; then
   done
   [ -n "$pip" ] || { echo "Neither uv nor pip was found: install one of them first."; exit 1; }
   echo "      no uv: installing it with pip into $own_uv"
-  run $pip install --quiet --upgrade --target "$own_uv" "uv>=0.8"
+  PIP_ROOT_USER_ACTION=ignore run $pip install --quiet --upgrade --target "$own_uv" "uv>=0.8"
   uv="$own_uv/bin/uv"
 fi
 

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ``rlinf-phyai`` command. Each subcommand imports what it needs when it runs, so ``--help`` stays quick."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rlinf_phyai import __version__
+
+app = typer.Typer(
+    name="rlinf-phyai",
+    help="Tools around the PI0.5 rollout engine for RLinf.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    typer.echo(__version__)
+
+
+@app.command("make-tiny-checkpoint")
+def make_tiny_checkpoint(
+    directory: Annotated[Path, typer.Argument(help="Folder to write; made if missing.")],
+    seed: Annotated[int, typer.Option(help="Seed of the random weights: the same seed, the same bytes.")] = 0,
+) -> None:
+    """Write a small random PI0.5 checkpoint that RLinf and the engine both load, for trying things on a CPU."""
+    from rlinf_phyai.models.pi05 import tiny
+
+    tiny.make_tiny_checkpoint(directory, seed=seed)
+    size = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
+    typer.echo(f"{directory}: tiny PI0.5 checkpoint, {size / 2**20:.1f} MiB, seed {seed}")
+
+
+@app.command("show-run")
+def show_run(
+    directory: Annotated[Path, typer.Argument(help="Log folder of a run, such as logs/<timestamp>-<config>.")],
+    every: Annotated[bool, typer.Option("--all", help="Show every scalar, not only the key ones.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Also draw the key metrics into this PNG file.")] = None,
+) -> None:
+    """Show a run's key metrics and timers, read from its TensorBoard event file."""
+    from rlinf_phyai import run_summary
+
+    try:
+        scalars = run_summary.read_scalars(directory)
+    except FileNotFoundError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from error
+    run_summary.print_table(scalars, directory, every=every)
+    if plot is not None:
+        run_summary.draw(scalars, plot)
+        typer.echo(f"wrote {plot}")
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

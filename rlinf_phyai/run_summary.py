@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run's key metrics and timers, read from its TensorBoard event file: as a table, as a picture."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+#: One scalar of a run: its values by training step, in order.
+Series = list[tuple[int, float]]
+
+#: What to look at first, and what it says.
+KEY_METRICS = {
+    "env/success_once": "share of episodes that solved the task",
+    "env/return": "summed reward of an episode",
+    "rollout/returns_mean": "mean return after GAE",
+    "train/actor/importance_sampling_weight": "actor's over engine's likelihood of the sampled actions, capped; 1 = agree",
+    "train/actor/importance_sampling_clip_fraction": "share of those weights that hit the cap",
+    "train/actor/rollout_train_logprob_gap": "engine's minus actor's log-prob; 0 = agree",
+    "train/actor/first_update/ratio_max_dev": "largest |PPO ratio - 1| before any learning; 0 = exact reference",
+    "train/actor/policy_loss": "clipped policy loss",
+    "train/critic/value_loss": "value loss",
+    "train/actor/approx_kl": "how far the update moved the policy",
+    "train/actor/grad_norm": "gradient norm before clipping",
+}
+TIMER_PREFIX = "time/"
+
+
+def read_scalars(directory: Path) -> dict[str, Series]:
+    """All scalars below a log folder, by tag.
+
+    Raises:
+        FileNotFoundError: no event file below ``directory``.
+    """
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    files = sorted(directory.rglob("events.out.tfevents.*"), key=lambda file: file.stat().st_mtime)
+    if not files:
+        raise FileNotFoundError(f"no TensorBoard event file (events.out.tfevents.*) below {directory}")
+    scalars: dict[str, Series] = {}
+    for file in files:
+        events = EventAccumulator(str(file), size_guidance={"scalars": 0})
+        events.Reload()
+        for tag in events.Tags()["scalars"]:
+            scalars.setdefault(tag, []).extend((event.step, event.value) for event in events.Scalars(tag))
+    return scalars
+
+
+def print_table(scalars: Mapping[str, Series], directory: Path, every: bool = False) -> None:
+    """Prints the key metrics (or all) and the timers: first value, last value, meaning."""
+    from rich.console import Console
+    from rich.table import Table
+
+    steps = {step for series in scalars.values() for step, _ in series}
+    table = Table(title=f"{directory.name}: {len(steps)} steps", title_justify="left", expand=False)
+    for heading in ("metric", "first", "last"):
+        table.add_column(heading, justify="left" if heading == "metric" else "right", no_wrap=True)
+    table.add_column("meaning")
+    timers = sorted((tag for tag in scalars if tag.startswith(TIMER_PREFIX)), key=lambda tag: -scalars[tag][-1][1])
+    metrics = sorted(tag for tag in scalars if tag not in timers) if every else [t for t in KEY_METRICS if t in scalars]
+    for tag in metrics:
+        table.add_row(tag, _number(scalars[tag][0][1]), _number(scalars[tag][-1][1]), KEY_METRICS.get(tag, ""))
+    table.add_section()
+    for tag in timers if every else timers[:8]:
+        table.add_row(tag, _number(scalars[tag][0][1], "s"), _number(scalars[tag][-1][1], "s"), "")
+    console = Console()
+    # A pipe has no width of its own, and half a metric name helps nobody.
+    Console(width=max(console.width, 120)).print(table)
+
+
+def draw(scalars: Mapping[str, Series], file: Path) -> None:
+    """Draws the key metrics that the run has, one small panel each, into a PNG file."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    tags = [tag for tag in KEY_METRICS if tag in scalars]
+    if not tags:
+        raise ValueError(f"none of the key metrics is among the run's scalars: {', '.join(sorted(scalars)) or 'none'}")
+    columns = min(4, len(tags))
+    rows = -(-len(tags) // columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(3.1 * columns, 2.1 * rows), squeeze=False, layout="constrained")
+    for axis in axes.flat[len(tags) :]:
+        axis.axis("off")
+    for axis, tag in zip(axes.flat, tags, strict=False):
+        steps, values = zip(*scalars[tag], strict=True)
+        axis.plot(steps, values, marker="o", markersize=3, color="#1f6f8b")
+        axis.set_title(tag.removeprefix("train/"), fontsize=8)
+        axis.ticklabel_format(useOffset=False)
+        axis.tick_params(labelsize=7)
+        axis.grid(alpha=0.3)
+    for axis in axes[-1]:
+        axis.set_xlabel("training step", fontsize=8)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=110)
+    plt.close(figure)
+
+
+def _number(value: float, unit: str = "") -> str:
+    text = f"{value:.2f}" if unit else f"{value:.6g}"
+    return f"{text} {unit}".rstrip()
