@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RLinf's embodied runner with a sign of life while the workers start.
+
+Loading a full-size model takes minutes in several processes at once; a run that says nothing meanwhile looks stuck.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from rlinf.runners.embodied_runner import EmbodiedRunner
+
+
+class PhyaiRunner(EmbodiedRunner):
+    """Runs the same loop as RLinf's."""
+
+    def init_workers(self) -> None:
+        """Start rollout, environment and actor workers as RLinf does, and print which of them are ready."""
+        with StartProgress({"rollout": self.rollout, "env": self.env, "actor": self.actor}):
+            super().init_workers()
+
+
+class StartProgress:
+    """Watches the ``init_worker`` calls of worker groups and prints a line per group, and one every ``every`` seconds.
+
+    Args:
+        groups: RLinf worker groups by the name to print.
+        every: seconds between the lines that say what is being waited for.
+        write: where lines go.
+    """
+
+    def __init__(self, groups: dict[str, Any], every: float = 15.0, write: Callable[[str], None] | None = None) -> None:
+        self._groups = groups
+        self._every = every
+        self._write = write or (lambda line: print(line, flush=True))
+        self._started: dict[str, tuple[float, Any]] = {}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> "StartProgress":
+        self._begin = time.monotonic()
+        self._originals = {name: group.init_worker for name, group in self._groups.items()}
+        for name, group in self._groups.items():
+            group.init_worker = self._recorded(name, self._originals[name])
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        for name, group in self._groups.items():
+            group.init_worker = self._originals[name]
+
+    def _recorded(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def init_worker(*args: Any, **kwargs: Any) -> Any:
+            handle = original(*args, **kwargs)
+            self._started[name] = (time.monotonic(), handle)
+            return handle
+
+        return init_worker
+
+    def _watch(self) -> None:
+        ready: set[str] = set()
+        last_line = self._begin
+        stopped = False
+        while not stopped:
+            stopped = self._stop.wait(0.2)
+            now = time.monotonic()
+            for name, (start, handle) in list(self._started.items()):
+                if name not in ready and handle.done():
+                    ready.add(name)
+                    last_line = now
+                    self._write(f"[rlinf-phyai] {name} workers ready after {now - start:.0f} s")
+            waiting = [name for name in self._started if name not in ready]
+            if waiting and now - last_line >= self._every and not stopped:
+                last_line = now
+                self._write(f"[rlinf-phyai] starting workers, {now - self._begin:.0f} s: waiting for {', '.join(waiting)}")

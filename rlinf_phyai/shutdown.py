@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ends a run without leaving processes: on success, failure, Ctrl-C and SIGTERM alike.
+
+RLinf reports a failed worker to the driver with SIGUSR1 and cleans up through Ray's dashboard, which may not run. Here
+signals become exceptions in the main thread, and leaving the ``with`` block shuts Ray down and waits until the
+processes that Ray started on this node are gone, the simulators' own subprocesses included.
+"""
+
+import contextlib
+import os
+import signal
+from types import FrameType, TracebackType
+
+import psutil
+
+from rlinf_phyai.errors import PhyaiError
+
+_GRACE_S = 10.0  # for processes to end by themselves after Ray's shutdown
+_INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
+
+
+class WorkerFailedError(PhyaiError, RuntimeError):
+    """A worker raised; its traceback is in the output above."""
+
+
+class Interrupted(BaseException):
+    """The run was told to stop by a signal."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.exit_code = 128 + number
+
+
+class RayGuard:
+    """Context manager around everything that uses Ray in the driver.
+
+    Call :meth:`install` again once RLinf has started its cluster: it and Ray set handlers of their own.
+    """
+
+    def __enter__(self) -> "RayGuard":
+        self._before = {process.pid for process in psutil.Process().children()}
+        self._previous = {number: signal.getsignal(number) for number in (*_INTERRUPTS, signal.SIGUSR1)}
+        self.install()
+        return self
+
+    def install(self) -> None:
+        """Turn SIGINT, SIGTERM and SIGUSR1 into exceptions."""
+        for number in _INTERRUPTS:
+            signal.signal(number, _interrupt)
+        signal.signal(signal.SIGUSR1, _worker_failed)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # From here on the end is on its way: a second Ctrl-C must not cut it short, nor workers that fail while dying.
+        for number in (*_INTERRUPTS, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)
+        try:
+            self._stop_ray()
+        finally:
+            for number, handler in self._previous.items():
+                signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+    def _stop_ray(self) -> None:
+        import ray
+
+        processes = self._ray_processes()
+        if ray.is_initialized():
+            ray.shutdown()
+        _, alive = psutil.wait_procs(processes, timeout=_GRACE_S)
+        for process in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.terminate()
+        _, alive = psutil.wait_procs(alive, timeout=_GRACE_S)
+        for process in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    def _ray_processes(self) -> list[psutil.Process]:
+        """Ray's services that this driver started, and everything below them."""
+        import ray
+
+        package = os.path.dirname(ray.__file__)  # their programs lie in it
+        found: list[psutil.Process] = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(os.getpid()).children():
+                with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                    if child.pid not in self._before and any(package in part for part in child.cmdline()):
+                        found.extend([*child.children(recursive=True), child])
+        return found
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise Interrupted(number)
+
+
+def _worker_failed(number: int, frame: FrameType | None) -> None:
+    raise WorkerFailedError("A worker failed; its traceback is in the output above.")
