@@ -155,7 +155,9 @@ def _check(answer: Report, where: str, worker_class: type[Any]) -> None:
         )
         raise PluginError(f"{where} runs without rlinf_phyai: {reason}")
     if answer.version != __version__:
-        raise PluginError(f"{where} has rlinf_phyai {answer.version}, the driver has {__version__}: install one version.")
+        raise PluginError(
+            f"{where} has rlinf_phyai {answer.version}, the driver has {__version__}: install one version."
+        )
     # Ray runs a subclass that it makes of the launched class, under the same name.
     if _name(worker_class) not in answer.classes[:2]:
         raise PluginError(f"{where} runs {answer.classes[0]}, but {_name(worker_class)} was launched.")

@@ -75,4 +75,6 @@ class StartProgress:
             waiting = [name for name in self._started if name not in ready]
             if waiting and now - last_line >= self._every and not stopped:
                 last_line = now
-                self._write(f"[rlinf-phyai] starting workers, {now - self._begin:.0f} s: waiting for {', '.join(waiting)}")
+                self._write(
+                    f"[rlinf-phyai] starting workers, {now - self._begin:.0f} s: waiting for {', '.join(waiting)}"
+                )

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Evaluate: ``python -m rlinf_phyai.eval --config-path DIR --config-name NAME [overrides]``.
+
+Takes a training config: the environments of ``env.eval``, the model of ``actor.model``, no actor, no noise. Set
+``runner.ckpt_path`` to evaluate the weights of an RL run.
+"""
+
+import sys
+
+import hydra
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from rlinf_phyai.launch import absolute_config_path, run_as_program, say, worker_groups
+
+
+def evaluate(cfg: DictConfig) -> dict[str, float]:
+    """Run one evaluation and return its metrics (``eval/success_once`` and RLinf's others).
+
+    Raises:
+        PhyaiError: the config is refused, a worker does not run what it should, or a worker failed.
+        Interrupted: SIGINT or SIGTERM; Ray is shut down then.
+    """
+    for_evaluation(cfg)
+    with worker_groups(cfg, ("rollout", "env")) as (cfg, groups):
+        from rlinf.runners.embodied_eval_runner import EmbodiedEvalRunner
+
+        from rlinf_phyai.runner import StartProgress
+
+        runner = EmbodiedEvalRunner(cfg=cfg, **groups)
+        with StartProgress(groups):
+            runner.init_workers()
+        metrics = {f"eval/{name}": float(value) for name, value in runner.evaluate().items()}
+        runner.metric_logger.log(step=0, data=metrics)
+        runner.metric_logger.finish()
+        for name, value in sorted(metrics.items()):
+            say(f"{name} {value:.4g}")
+        say(f"finished; logs in {cfg.runner.logger.log_path}")
+        return metrics
+
+
+def for_evaluation(cfg: DictConfig) -> None:
+    """Turn a training config into one that RLinf evaluates: it then reads the model from ``rollout.model``."""
+    with open_dict(cfg):
+        cfg.runner.task_type = "embodied_eval"
+        cfg.runner.only_eval = True
+        if cfg.get("actor") is not None:
+            # The actor's interpolations name actor.model; they stay valid where the section is copied to.
+            cfg.rollout.model = OmegaConf.merge(cfg.actor.model, cfg.rollout.model)
+
+
+@hydra.main(version_base="1.3", config_path=None, config_name=None)
+def _hydra_main(cfg: DictConfig) -> None:
+    run_as_program(evaluate, cfg)
+
+
+def main() -> None:
+    """Entry point of the program."""
+    sys.argv[1:] = absolute_config_path(sys.argv[1:])
+    _hydra_main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What training and evaluation share: from a composed config to confirmed RLinf worker groups, and a clean end."""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from rlinf_phyai import backends, environment, plugin
+from rlinf_phyai.errors import PhyaiError
+from rlinf_phyai.shutdown import Interrupted, RayGuard
+
+_PATH_KEYS = (
+    "runner.logger.log_path",
+    "runner.ckpt_path",
+    "runner.resume_dir",
+    "actor.model.model_path",
+    "rollout.model.model_path",
+)
+
+
+@contextmanager
+def worker_groups(cfg: DictConfig, components: Iterable[str]) -> Iterator[tuple[DictConfig, dict[str, Any]]]:
+    """RLinf's worker groups of these components (``actor``, ``rollout``, ``env``), launched and confirmed.
+
+    Yields:
+        the config as RLinf completed it, and the groups by component. Leaving the block shuts Ray down.
+
+    Raises:
+        PhyaiError: the config is refused, or a worker does not run what it should.
+    """
+    prepare()
+    absolute_paths(cfg)
+    backend = backends.get(cfg.rollout.get("rollout_backend") or backends.DEFAULT)
+    components = tuple(components)
+    classes = {component: _worker_class(backend, component) for component in components}
+    validate(cfg)
+
+    from rlinf.config import validate_cfg
+    from rlinf.scheduler import Cluster
+    from rlinf.utils.placement import HybridComponentPlacement
+
+    with RayGuard() as guard:
+        cfg = validate_cfg(cfg)  # starts Ray
+        guard.install()
+        print_config(cfg)
+        cluster = Cluster(cluster_cfg=cfg.cluster, distributed_log_dir=cfg.runner.per_worker_log_path)
+        share_environment(cluster)
+        placement = HybridComponentPlacement(cfg, cluster)
+        groups = {}
+        for component, worker_class in classes.items():
+            groups[component] = worker_class.create_group(cfg).launch(
+                cluster, name=cfg[component].group_name, placement_strategy=placement.get_strategy(component)
+            )
+        for component, worker_class in classes.items():
+            plugin.confirm(groups[component], worker_class)
+        running = ", ".join(f"{component} {worker_class.__name__}" for component, worker_class in classes.items())
+        say(f"rollout backend {backend.name}; every worker confirmed: {running}")
+        yield cfg, groups
+
+
+def _worker_class(backend: backends.RolloutBackend, component: str) -> type[Any]:
+    if component == "actor":
+        return backend.load_actor_worker()
+    if component == "rollout":
+        return backend.load_rollout_worker()
+    from rlinf.workers.env.env_worker import EnvWorker
+
+    return EnvWorker
+
+
+def prepare() -> None:
+    """What the driver needs before it imports RLinf: environment, spawned processes, the plugin."""
+    environment.set_defaults()
+    plugin.activate()
+    import torch.multiprocessing
+
+    torch.multiprocessing.set_start_method("spawn", force=True)
+    plugin.register()
+
+
+def absolute_paths(cfg: DictConfig) -> None:
+    """Make the config's paths absolute: workers have a working directory of their own.
+
+    A path that does not exist is left alone for the validation to report, except the log folder.
+    """
+    values = {key: OmegaConf.select(cfg, key, throw_on_missing=False) for key in _PATH_KEYS}
+    for key, value in values.items():
+        if value and (Path(value).exists() or key.endswith("log_path")):
+            OmegaConf.update(cfg, key, os.path.abspath(value), force_add=True)
+
+
+def validate(cfg: DictConfig) -> None:
+    """Refuse what cannot work, all problems at once, before any process is started."""
+    from rlinf_phyai.validation import validate_config
+
+    validate_config(cfg)
+
+
+def print_config(cfg: DictConfig) -> None:
+    """The resolved config on stdout, as RLinf prints it."""
+    print(json.dumps(OmegaConf.to_container(cfg, resolve=True), indent=2), flush=True)
+
+
+def share_environment(cluster: Any) -> None:
+    """Name the plugin on every node, whatever environment Ray was started with there."""
+    for rank in range(cluster.num_nodes):
+        variables = cluster.get_node_info(rank).env_vars
+        if plugin.CHAINED_MODULE in os.environ:
+            variables[plugin.CHAINED_MODULE] = os.environ[plugin.CHAINED_MODULE]
+        plugin.activate(variables)
+
+
+def say(line: str) -> None:
+    """One line of our own among Ray's."""
+    print(f"[rlinf-phyai] {line}", flush=True)
+
+
+def run_as_program(function: Callable[[DictConfig], object], cfg: DictConfig) -> None:
+    """Call ``function(cfg)`` and turn our own errors into a message and an exit code instead of a traceback."""
+    if not cfg:
+        say("no config: pass --config-path DIR --config-name NAME")
+        sys.exit(2)
+    try:
+        function(cfg)
+    except PhyaiError as error:
+        say(f"stopped: {error}")
+        sys.exit(1)
+    except Interrupted as error:
+        say(str(error))
+        sys.exit(error.exit_code)
+
+
+def absolute_config_path(arguments: list[str]) -> list[str]:
+    """Read a relative ``--config-path`` from the current folder; Hydra would read it from the program's."""
+    result = list(arguments)
+    for index, argument in enumerate(result):
+        name, equals, value = argument.partition("=")
+        if name not in ("--config-path", "-cp", "--config-dir", "-cd"):
+            continue
+        if equals and value and "://" not in value:
+            result[index] = f"{name}={os.path.abspath(value)}"
+        elif not equals and index + 1 < len(result) and "://" not in result[index + 1]:
+            result[index + 1] = os.path.abspath(result[index + 1])
+    return result
