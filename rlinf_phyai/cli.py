@@ -23,6 +23,22 @@ def version() -> None:
     typer.echo(__version__)
 
 
+@app.command()
+def doctor() -> None:
+    """Check the installation part by part; exits with 1 if something that training needs does not work."""
+    from rlinf_phyai.doctor import run_checks
+
+    broken = 0
+    for finding in run_checks():
+        mark = "ok  " if finding.ok else "FAIL" if finding.needed else "none"
+        typer.echo(f"{mark}  {finding.name:<14} {finding.detail}")
+        if not finding.ok and finding.fix:
+            typer.echo(f"      {'':<14} -> {finding.fix}")
+        broken += finding.needed and not finding.ok
+    if broken:
+        raise typer.Exit(1)
+
+
 @app.command("make-tiny-checkpoint")
 def make_tiny_checkpoint(
     directory: Annotated[Path, typer.Argument(help="Folder to write; made if missing.")],
