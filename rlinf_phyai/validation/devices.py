@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes and devices: placement, FSDP, precision, and how weights travel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rlinf_phyai.validation.placement import Component
+from rlinf_phyai.validation.problems import Problem, did_you_mean, one_of, show
+from rlinf_phyai.validation.settings import Settings
+
+PLACEMENT = "cluster.component_placement"
+SYNCERS = ("bucket", "patch")
+FSDP_STRATEGIES = ("fsdp", "fsdp2")
+FP32_NAMES = ("fp32", "32", "32-true", 32)
+MIXED_PRECISION = tuple(
+    f"actor.fsdp_config.mixed_precision.{name}" for name in ("param_dtype", "reduce_dtype", "buffer_dtype")
+)
+PRECISION_REASON = (
+    "PI0.5 mixes bfloat16 and float32 parts on purpose; one precision for all changes the actor's log-probs, and the "
+    "engine would no longer compute the same function"
+)
+
+
+def placement_syntax(s: Settings) -> Iterator[Problem]:
+    """Environments, rollout and (in training) actor must be placed, in RLinf's syntax."""
+    if not s.keys(PLACEMENT):
+        return  # the schema reports it
+    for name in ("env", "rollout", *(("actor",) if s.trains else ())):
+        placed = s.component(name)
+        if isinstance(placed, Component):
+            continue
+        yield Problem(
+            f"{PLACEMENT}.{name}",
+            "missing" if placed is None else placed,
+            "resources[:processes] parts such as 0-3, all, 0-1:0-3",
+            f"add {name} to {PLACEMENT}" if placed is None else f"correct the placement of {name}",
+        )
+
+
+def one_gpu_per_rollout_worker(s: Settings) -> Iterator[Problem]:
+    """A rollout worker drives one engine on exactly one GPU."""
+    placed = s.component("rollout")
+    if not isinstance(placed, Component) or placed.resources is None:
+        return
+    several = {process: ranks for process, ranks in enumerate(placed.resources) if len(ranks) > 1}
+    if several:
+        process, ranks = next(iter(several.items()))
+        yield Problem(
+            f"{PLACEMENT}.rollout",
+            f"{len(ranks)} resources ({', '.join(map(str, ranks))}) for rollout process {process}",
+            "one GPU per rollout process",
+            "give the component one process per resource, for example rollout: 0-3 instead of rollout: 0-3:0-1",
+            "one engine runs on one GPU; it cannot be split",
+        )
+    shared = placed.shared()
+    if shared and not s.no_gpu:
+        resource, processes = next(iter(shared.items()))
+        yield Problem(
+            f"{PLACEMENT}.rollout",
+            f"GPU {resource} for rollout processes {', '.join(map(str, processes))}",
+            "one GPU per rollout process",
+            "give the component one process per GPU; one engine with a larger batch is faster than two engines",
+            "every engine reserves its own weights, caches and graphs on its GPU",
+        )
+
+
+def fsdp_strategy(s: Settings) -> Iterator[Problem]:
+    """FSDP must be a strategy that exists, and fsdp2 without a GPU."""
+    key = "actor.fsdp_config.strategy"
+    value = s.get(key, "fsdp")
+    if not s.trains:
+        return
+    if str(value).lower() not in FSDP_STRATEGIES:
+        yield Problem(
+            key, show(value), one_of(FSDP_STRATEGIES), did_you_mean(str(value), FSDP_STRATEGIES) or f"set {key}: fsdp2"
+        )
+    elif s.no_gpu and str(value).lower() != "fsdp2":
+        found = show(value) if s.has(key) else "missing (RLinf takes fsdp)"
+        yield Problem(
+            key,
+            found,
+            "fsdp2 without a GPU",
+            f"set {key}: fsdp2",
+            "RLinf's first FSDP strategy runs on accelerators only",
+        )
+
+
+def weight_syncer(s: Settings) -> Iterator[Problem]:
+    """Weights travel through RLinf's bucket syncer, or its patch syncer on GPUs."""
+    key = "weight_syncer.type"
+    value = s.get(key)
+    if not s.trains or not s.keys("weight_syncer"):
+        return
+    if value not in SYNCERS:
+        found = show(value) if s.has(key) else "missing"
+        yield Problem(key, found, one_of(SYNCERS), did_you_mean(str(value), SYNCERS) or f"set {key}: bucket")
+    elif value == "patch" and s.no_gpu:
+        yield Problem(
+            key,
+            "'patch'",
+            "bucket without a GPU",
+            f"set {key}: bucket",
+            "the patch syncer compares weights with CUDA streams",
+        )
+    elif not s.keys(f"weight_syncer.{value}"):
+        yield Problem(
+            f"weight_syncer.{value}",
+            "missing" if not s.has(f"weight_syncer.{value}") else show(s.get(f"weight_syncer.{value}")),
+            f"a section with the options of the {value} syncer",
+            f"add the section weight_syncer.{value}",
+        )
+
+
+def bucket_options(s: Settings) -> Iterator[Problem]:
+    """The bucket syncer needs a size, and must leave the parameter names alone."""
+    if not s.trains or s.get("weight_syncer.type") != "bucket" or not s.keys("weight_syncer.bucket"):
+        return
+    key = "weight_syncer.bucket.bucket_size"
+    size = s.integer(key)
+    if size is None or size < 1:
+        found = show(s.get(key)) if s.has(key) else "missing"
+        yield Problem(key, found, "a number of bytes, at least 1", f"set {key}: 536870912")
+    if s.flag("weight_syncer.bucket.is_agent"):
+        yield Problem(
+            "weight_syncer.bucket.is_agent",
+            "true",
+            "false",
+            "set weight_syncer.bucket.is_agent: false",
+            "it renames parameters for language agents; the engine knows the actor's names",
+        )
+
+
+def patch_initial_sync(s: Settings) -> Iterator[Problem]:
+    """The patch syncer must begin with a full synchronisation."""
+    key = "weight_syncer.patch.init_sync.enabled"
+    if (
+        s.trains
+        and not s.no_gpu
+        and s.get("weight_syncer.type") == "patch"
+        and s.keys("weight_syncer.patch")
+        and not s.flag(key)
+    ):
+        yield Problem(
+            key,
+            show(s.get(key)) if s.has(key) else "missing (false)",
+            "true",
+            f"set {key}: true",
+            "patches carry changes only; a value head that starts random on both sides would never become equal",
+        )
+
+
+def precision(s: Settings) -> Iterator[Problem]:
+    """The actor must keep PI0.5's own mix of precisions."""
+    if not s.trains:
+        return
+    for key in (f"{s.model}.precision", *MIXED_PRECISION):
+        value = s.get(key)
+        # float32 depends on the checkpoint: checked with the files.
+        if value is not None and value != "null" and value not in FP32_NAMES:
+            yield Problem(key, show(value), "null", f"set {key}: null", PRECISION_REASON)
+
+
+CHECKS_ANY = (placement_syntax,)
+CHECKS = (
+    one_gpu_per_rollout_worker,
+    fsdp_strategy,
+    weight_syncer,
+    bucket_options,
+    patch_initial_sync,
+    precision,
+)

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The group ``rollout.phyai``: options of the engine inside a rollout worker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rlinf_phyai.validation.problems import Problem, did_you_mean, one_of, show, warning
+from rlinf_phyai.validation.settings import Settings
+
+GROUP = "rollout.phyai"
+OPTIONS = (
+    "max_batch_size",
+    "kernel_policy",
+    "use_cuda_graph",
+    "params_dtype",
+    "value_source",
+    "debug_logprob_offset",
+    "self_check",
+    "progress",
+)
+FLAGS = ("use_cuda_graph", "progress")
+PARAMS_DTYPES = ("bfloat16", "float32")
+VALUE_SOURCES = ("rollout",)
+SELF_CHECKS = ("off", "warn", "stop")
+
+
+def group_present(s: Settings) -> Iterator[Problem]:
+    """The group must be in the config: it supplies the kernel policy."""
+    if not s.keys(GROUP):
+        yield Problem(
+            GROUP,
+            "missing" if not s.has(GROUP) else show(s.get(GROUP)),
+            "a section with the engine's options",
+            "add `- hybrid_engines/phyai@rollout.phyai` to the defaults list of the config",
+            "it says which kernels the engine uses; none are taken silently",
+        )
+
+
+def unknown_options(s: Settings) -> Iterator[Problem]:
+    """Every option of the group must exist."""
+    for name in s.keys(GROUP):
+        if name not in OPTIONS:
+            hint = did_you_mean(name, OPTIONS)
+            yield Problem(f"{GROUP}.{name}", "an unknown option", one_of(OPTIONS), hint or f"remove {GROUP}.{name}")
+
+
+def max_batch_size(s: Settings) -> Iterator[Problem]:
+    """The largest batch of an engine: automatic, or at least 1."""
+    key = f"{GROUP}.max_batch_size"
+    value, number = s.get(key), s.integer(key)
+    if value is not None and (number is None or number < 1):
+        yield Problem(
+            key,
+            show(value),
+            "null (the environments of one worker and stage) or an integer of at least 1",
+            f"set {key}: null",
+        )
+
+
+def value_source(s: Settings) -> Iterator[Problem]:
+    """Values come from the rollout until the actor's rescoring can supply them."""
+    key = f"{GROUP}.value_source"
+    value = s.get(key, VALUE_SOURCES[0])
+    if value not in VALUE_SOURCES:
+        reason = "the actor's rescoring does not supply values yet" if value == "actor" else ""
+        yield Problem(key, show(value), one_of(VALUE_SOURCES), f"set {key}: rollout", reason)
+
+
+def debug_logprob_offset(s: Settings) -> Iterator[Problem]:
+    """The debugging offset falsifies every reported log-prob."""
+    key = f"{GROUP}.debug_logprob_offset"
+    value, number = s.get(key, 0.0), s.number(key, 0.0 if not s.has(key) else None)
+    if key in s.unresolved:
+        return
+    if number is None:
+        yield Problem(key, show(value), "a finite number, 0 in real runs", f"set {key}: 0.0")
+    elif number != 0:
+        yield warning(
+            key,
+            show(value),
+            "0",
+            f"set {key}: 0.0",
+            "it adds a constant to every reported log-prob, to show the correction at work",
+        )
+
+
+def self_check(s: Settings) -> Iterator[Problem]:
+    """What a failed comparison of engine and actor at the start does. (YAML reads a bare ``off`` as false.)"""
+    key = f"{GROUP}.self_check"
+    value = s.get(key, "off")
+    if value is not False and value not in SELF_CHECKS:
+        yield Problem(
+            key, show(value), one_of(SELF_CHECKS), did_you_mean(str(value), SELF_CHECKS) or f"set {key}: 'off'"
+        )
+
+
+def params_dtype(s: Settings) -> Iterator[Problem]:
+    """Type of the engine's large matrices."""
+    key = f"{GROUP}.params_dtype"
+    value = s.get(key)
+    if value is not None and value not in PARAMS_DTYPES:
+        yield Problem(
+            key,
+            show(value),
+            f"null (bfloat16 on a GPU, the checkpoint's type without one), {one_of(PARAMS_DTYPES)}",
+            did_you_mean(str(value), PARAMS_DTYPES) or f"set {key}: null",
+        )
+
+
+def switches(s: Settings) -> Iterator[Problem]:
+    """Switches of the group are true or false."""
+    for name in FLAGS:
+        key = f"{GROUP}.{name}"
+        value = s.get(key, True)
+        if not isinstance(value, bool):
+            yield Problem(key, show(value), "true or false", f"set {key}: true")
+
+
+def cuda_graphs_off(s: Settings) -> Iterator[Problem]:
+    """Training without CUDA graphs works, slowly."""
+    key = f"{GROUP}.use_cuda_graph"
+    if s.get(key) is False and (s.gpus or 0) > 0:
+        yield warning(
+            key,
+            "false",
+            "true on a GPU",
+            f"set {key}: true",
+            "without graphs every denoise step pays its launch overhead",
+        )
+
+
+CHECKS = (
+    group_present,
+    unknown_options,
+    max_batch_size,
+    value_source,
+    debug_logprob_offset,
+    self_check,
+    params_dtype,
+    switches,
+    cuda_graphs_off,
+)

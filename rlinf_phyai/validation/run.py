@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What kind of run it is: backend, task, model, simulator, algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rlinf_phyai import backends
+from rlinf_phyai.validation.problems import Problem, did_you_mean, one_of, show, warning
+from rlinf_phyai.validation.settings import Settings
+
+TASK_TYPES = ("embodied", "embodied_eval")
+MODEL_TYPE = "openpi"
+CONFIG_NAME = "pi05_libero"
+SIMULATOR = "libero"
+TASK_SUITES = ("libero_spatial", "libero_object", "libero_goal", "libero_10", "libero_90", "libero_130")
+ALGORITHMS = {"gae": "actor_critic", "grpo": "actor"}
+"""Advantage type -> policy loss: PPO with a critic, and GRPO without one."""
+_ALGORITHM_NAMES = {"gae": "PPO", "grpo": "GRPO"}
+
+_ADVANTAGE_REASONS = {
+    "opd": "on-policy distillation compares with a teacher's log-probs, which are no rollout log-probs to correct for",
+    "grpo_dynamic": "it groups turns of dialogues, which robot episodes do not have",
+}
+_LOSS_REASONS = {
+    "decoupled_actor_critic": "it belongs to RLinf's asynchronous PPO runner; only the synchronous one runs",
+    "embodied_dagger": "DAgger needs an expert model in the rollout",
+}
+
+
+def rollout_backend(s: Settings) -> Iterator[Problem]:
+    """The rollout backend must be installed."""
+    if s.backend in (backends.PHYAI_BACKEND.name, backends.DEFAULT):
+        return  # built in: no need to search the installed packages
+    names = backends.available()
+    if s.backend not in names:
+        yield Problem(
+            "rollout.rollout_backend",
+            show(s.backend),
+            one_of(names),
+            did_you_mean(s.backend, names) or "choose an installed backend, or install the package that brings it",
+            f"backends are found through the entry-point group {backends.ENTRY_POINT_GROUP!r}",
+        )
+
+
+def task_type(s: Settings) -> Iterator[Problem]:
+    """Only RLinf's embodied tasks use a robot policy."""
+    value = s.get("runner.task_type")
+    if value not in TASK_TYPES:
+        yield Problem(
+            "runner.task_type",
+            show(value) if s.has("runner.task_type") else "missing",
+            one_of(TASK_TYPES),
+            "set runner.task_type: embodied (training) or embodied_eval",
+        )
+
+
+def model_type(s: Settings) -> Iterator[Problem]:
+    """The model must be openpi's: RLinf's rollout passes the sampling mode on for that type only."""
+    key = f"{s.model}.model_type"
+    value = s.get(key)
+    if value != MODEL_TYPE:
+        yield Problem(
+            key,
+            show(value) if s.has(key) else "missing",
+            MODEL_TYPE,
+            f"set {key}: {MODEL_TYPE}; other models run with rollout.rollout_backend: huggingface",
+            "the engine implements PI0.5 as openpi and RLinf define it",
+        )
+
+
+def config_name(s: Settings) -> Iterator[Problem]:
+    """The openpi config must be PI0.5 on LIBERO."""
+    key = f"{s.openpi}.config_name"
+    name = s.text(key)
+    if name is None or name == CONFIG_NAME:
+        return
+    if name.startswith("pi05_"):
+        reason = "its cameras, state and action layout are not LIBERO's; only PI0.5 on LIBERO is supported so far"
+    elif name.startswith("pi0_"):
+        reason = "pi0 feeds the state and the time into the expert's tokens; the engine implements PI0.5 (AdaRMS) only"
+    else:
+        reason = f"RLinf knows no such PI0.5 config; {did_you_mean(name, [CONFIG_NAME]) or 'see openpi_action_model'}"
+    yield Problem(key, show(name), CONFIG_NAME, f"use a PI0.5 LIBERO checkpoint and set {key}: {CONFIG_NAME}", reason)
+
+
+def not_pi0(s: Settings) -> Iterator[Problem]:
+    """The option ``pi05`` must not turn the PI0.5 config back into pi0."""
+    key = f"{s.openpi}.pi05"
+    if s.get(key, True) is not True:
+        yield Problem(
+            key,
+            show(s.get(key)),
+            "true",
+            f"remove {key} or set it to true",
+            "it would build a pi0 network, which the engine does not implement",
+        )
+
+
+def simulator(s: Settings) -> Iterator[Problem]:
+    """Environments must be LIBERO's."""
+    for section in s.environments:
+        key = section.key("env_type")
+        value = s.get(key)
+        if value is not None and value != SIMULATOR:
+            yield Problem(
+                key,
+                show(value),
+                SIMULATOR,
+                f"set {key}: {SIMULATOR}, or run with rollout.rollout_backend: huggingface",
+                "observations and actions of other simulators are not supported yet",
+            )
+
+
+def task_suite(s: Settings) -> Iterator[Problem]:
+    """The LIBERO task suite must exist."""
+    for section in s.environments:
+        key = section.key("task_suite_name")
+        value = s.text(key)
+        if s.get(section.key("env_type")) == SIMULATOR and value is not None and value.lower() not in TASK_SUITES:
+            yield Problem(
+                key,
+                show(value),
+                one_of(TASK_SUITES),
+                did_you_mean(value, TASK_SUITES) or f"set {key} to a LIBERO suite",
+            )
+
+
+def advantage_type(s: Settings) -> Iterator[Problem]:
+    """The advantage must be PPO's or GRPO's."""
+    value = s.adv_type
+    if s.trains and value is not None and value not in ALGORITHMS:
+        yield Problem(
+            "algorithm.adv_type",
+            show(value),
+            one_of(ALGORITHMS),
+            "set algorithm.adv_type: gae (PPO) or grpo",
+            _ADVANTAGE_REASONS.get(value, "only PPO and GRPO are supported"),
+        )
+
+
+def loss_type(s: Settings) -> Iterator[Problem]:
+    """The policy loss must be the one that goes with the advantage."""
+    value, adv = s.text("algorithm.loss_type"), s.adv_type
+    if not s.trains or value is None:
+        return
+    if value not in ALGORITHMS.values():
+        yield Problem(
+            "algorithm.loss_type",
+            show(value),
+            one_of(ALGORITHMS.values()),
+            "set algorithm.loss_type: actor_critic (PPO) or actor (GRPO)",
+            _LOSS_REASONS.get(value, "the correction exists for these losses only"),
+        )
+    elif adv in ALGORITHMS and ALGORITHMS[adv] != value:
+        yield Problem(
+            "algorithm.loss_type",
+            show(value),
+            f"{ALGORITHMS[adv]} with algorithm.adv_type: {adv}",
+            f"set algorithm.loss_type: {ALGORITHMS[adv]}, or change algorithm.adv_type",
+            f"{_ALGORITHM_NAMES[adv]}'s advantages come {'with' if adv == 'gae' else 'without'} returns for a critic",
+        )
+
+
+def training_backend(s: Settings) -> Iterator[Problem]:
+    """The actor trains with FSDP."""
+    value = s.get("actor.training_backend")
+    if s.trains and value != "fsdp":
+        yield Problem(
+            "actor.training_backend",
+            show(value) if s.has("actor.training_backend") else "missing",
+            "fsdp",
+            "set actor.training_backend: fsdp",
+            "RLinf trains robot policies with FSDP only",
+        )
+
+
+def entropy_bonus(s: Settings) -> Iterator[Problem]:
+    """An entropy bonus does nothing for flow-SDE."""
+    value = s.number("algorithm.entropy_bonus")
+    if s.trains and value:
+        yield warning(
+            "algorithm.entropy_bonus",
+            show(value),
+            "0",
+            "set algorithm.entropy_bonus: 0",
+            "flow_sde has a fixed noise level, so its entropy has no gradient; the bonus changes nothing",
+        )
+
+
+def reward_model(s: Settings) -> Iterator[Problem]:
+    """A learned reward model must leave the rollout in one piece."""
+    if s.flag("reward.use_reward_model") and not s.flag("reward.standalone_realworld") and (s.stages or 1) != 1:
+        yield Problem(
+            "rollout.pipeline_stage_num",
+            show(s.stages),
+            "1 with reward.use_reward_model",
+            "set rollout.pipeline_stage_num: 1",
+            "RLinf scores whole batches with the reward model",
+        )
+
+
+CHECKS_ANY = (rollout_backend, reward_model)
+CHECKS = (
+    task_type,
+    model_type,
+    config_name,
+    not_pi0,
+    simulator,
+    task_suite,
+    advantage_type,
+    loss_type,
+    training_backend,
+    entropy_bonus,
+)

@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checks that look at files: every message names the exact path."""
+
+import json
+import shutil
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rlinf_phyai.validation import Problem, find_problems
+from tests.unit.validation.conftest import FULL, TINY, MakeConfig
+
+CHECKS_TESTED = (
+    "checkpoint",
+    "weights_readable",
+    "value_head",
+    "model_sizes",
+    "fp32_precision",
+    "norm_stats",
+    "tokenizer",
+    "rl_weights",
+    "resume_directory",
+    "kernel_policy",
+)
+PATH = "actor.model.model_path"
+STATS = Path("physical-intelligence/libero/norm_stats.json")
+
+
+@pytest.fixture
+def checkpoint(tiny_checkpoint: Path, tmp_path: Path) -> Path:
+    """A copy to break."""
+    return Path(shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint"))
+
+
+def problems_of(config: MakeConfig, path: Path | str, **changes: object) -> list[Problem]:
+    return find_problems(
+        config(FULL, {PATH: str(path), **{k.replace("__", "."): v for k, v in changes.items()}}), gpus=2
+    )
+
+
+def the_problem(config: MakeConfig, path: Path | str, **changes: object) -> Problem:
+    (problem,) = problems_of(config, path, **changes)
+    assert problem.severity == "error"
+    return problem
+
+
+def test_missing_directory_lists_every_place_looked_at(config: MakeConfig, tmp_path: Path) -> None:
+    reports = {p.check: str(p) for p in problems_of(config, tmp_path / "nowhere")}
+    assert set(reports) == {"checkpoint", "tokenizer"}
+    assert f"'{tmp_path / 'nowhere'}', which does not exist" in reports["checkpoint"]
+    assert str(tmp_path / "nowhere/big_vision/paligemma_tokenizer.model") in reports["tokenizer"]
+    assert str(tmp_path / "no_cache/big_vision/paligemma_tokenizer.model") in reports["tokenizer"]
+
+
+def test_a_file_is_no_checkpoint(config: MakeConfig, checkpoint: Path) -> None:
+    report = {p.check: str(p) for p in problems_of(config, checkpoint / "model.safetensors")}
+    assert "which is a file" in report["checkpoint"]
+
+
+def test_remote_checkpoint(config: MakeConfig) -> None:
+    reports = {p.check: str(p) for p in problems_of(config, "gs://bucket/checkpoint")}
+    assert "a local directory" in reports["checkpoint"]
+
+
+def test_directory_without_weights(config: MakeConfig, checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").unlink()
+    problem = the_problem(config, checkpoint)
+    assert problem.check == "checkpoint"
+    for word in ("holds no weights", "*.safetensors", "model_state_dict/full_weights.pt", "actor/model_state_dict"):
+        assert word in str(problem)
+
+
+@pytest.mark.parametrize("root", ["", "actor"])
+def test_layouts_of_rl_runs(root: str, config: MakeConfig, checkpoint: Path) -> None:
+    weights = load_file(checkpoint / "model.safetensors")
+    folder = checkpoint / root / "model_state_dict"
+    folder.mkdir(parents=True)
+    torch.save(weights, folder / "full_weights.pt")
+    (checkpoint / "model.safetensors").unlink()
+    assert problems_of(config, checkpoint) == []
+
+
+def test_truncated_weights(config: MakeConfig, checkpoint: Path) -> None:
+    file = checkpoint / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    problem = the_problem(config, checkpoint)
+    assert problem.check == "weights_readable"
+    assert str(file) in str(problem)
+    assert "truncated" in str(problem)
+
+
+def test_weights_of_another_model(config: MakeConfig, checkpoint: Path) -> None:
+    save_file({"language_model.weight": torch.zeros(2, 2)}, checkpoint / "model.safetensors")
+    problem = the_problem(config, checkpoint)
+    assert problem.check == "weights_readable"
+    assert "no PI0.5 model" in str(problem)
+
+
+def value_head(*sizes: int) -> dict[str, torch.Tensor]:
+    layers = pairwise(sizes)
+    return {
+        f"value_head.mlp.{2 * i}.weight": torch.zeros(outputs, inputs) for i, (inputs, outputs) in enumerate(layers)
+    }
+
+
+@pytest.mark.parametrize(
+    "sizes, after_vlm, fits",
+    [
+        ((64, 64, 32, 1), True, True),  # the tiny prefix is 64 wide, its critic has hidden sizes 64 and 32
+        ((32, 64, 32, 1), False, True),  # the tiny expert is 32 wide
+        ((32, 64, 32, 1), True, False),
+        ((64, 64, 32, 1), False, False),
+        ((64, 128, 32, 1), True, False),
+    ],
+)
+def test_value_head_of_the_checkpoint(
+    sizes: tuple[int, ...], after_vlm: bool, fits: bool, config: MakeConfig, checkpoint: Path
+) -> None:
+    file = checkpoint / "model.safetensors"
+    save_file({**load_file(file), **value_head(*sizes)}, file)
+    reports = problems_of(config, checkpoint, actor__model__openpi__value_after_vlm=after_vlm)
+    if fits:
+        assert reports == []
+        return
+    (problem,) = reports
+    assert (problem.check, problem.key) == ("value_head", "actor.model.openpi.value_after_vlm")
+    assert "value_head.mlp." in str(problem)
+    assert f"{'64' if after_vlm else '32'} -> 64 -> 32 -> 1" in str(problem)
+
+
+def test_value_head_of_full_size(config: MakeConfig, checkpoint: Path) -> None:
+    """Without own sizes in config.json the critic has RLinf's."""
+    (checkpoint / "config.json").unlink()
+    file = checkpoint / "model.safetensors"
+    save_file({**load_file(file), **value_head(64, 512, 256, 128, 1)}, file)
+    problem = the_problem(config, checkpoint)
+    assert problem.check == "value_head"
+    assert "64 -> 1024 -> 512 -> 256 -> 1" in str(problem)
+
+
+def test_sizes_in_config_json(config: MakeConfig, checkpoint: Path) -> None:
+    content = json.loads((checkpoint / "config.json").read_text())
+    content["rlinf_phyai"]["action_horizon"] = 4
+    (checkpoint / "config.json").write_text(json.dumps(content))
+    problem = the_problem(config, checkpoint)
+    assert (problem.check, problem.key) == ("model_sizes", "actor.model.num_action_chunks")
+    assert str(checkpoint / "config.json") in str(problem)
+    (checkpoint / "config.json").write_text("{")
+    problem = the_problem(config, checkpoint)
+    assert problem.check == "model_sizes"
+    assert "not valid JSON" in str(problem)
+
+
+@pytest.mark.parametrize("key", ["actor.model.precision", "actor.fsdp_config.mixed_precision.reduce_dtype"])
+def test_fp32_is_neutral_for_float32_only(key: str, config: MakeConfig, checkpoint: Path) -> None:
+    assert find_problems(config(TINY, {PATH: str(checkpoint), key: "fp32"}), gpus=0) == []
+    (checkpoint / "config.json").unlink()
+    (problem,) = find_problems(config(TINY, {PATH: str(checkpoint), key: "fp32"}), gpus=0)
+    assert (problem.check, problem.key) == ("fp32_precision", key)
+
+
+def test_missing_statistics_name_the_exact_path(config: MakeConfig, checkpoint: Path) -> None:
+    (checkpoint / STATS).unlink()
+    problem = the_problem(config, checkpoint)
+    assert (problem.check, problem.key) == ("norm_stats", PATH)
+    assert str(checkpoint / STATS) in str(problem)
+
+
+@pytest.mark.parametrize("override", [{"repo_id": "my/data"}, {"repo_id": "x", "assets": {"asset_id": "my/data"}}])
+def test_statistics_of_an_overridden_asset(override: dict[str, object], config: MakeConfig, checkpoint: Path) -> None:
+    changes = {PATH: str(checkpoint), "actor.model.openpi_data": override}
+    (problem,) = find_problems(config(FULL, changes), gpus=2)
+    assert str(checkpoint / "my/data/norm_stats.json") in str(problem)
+    (checkpoint / "my").mkdir()
+    shutil.move(checkpoint / STATS.parent, checkpoint / "my/data")
+    assert find_problems(config(FULL, changes), gpus=2) == []
+
+
+@pytest.mark.parametrize(
+    "content, word",
+    [
+        ("{", "is not valid JSON"),
+        ("{}", "no section norm_stats"),
+        ('{"norm_stats": {"state": {"q01": [0], "q99": [1]}}}', "no q01 for actions"),
+        (
+            '{"norm_stats": {"state": {"q01": [0], "q99": null}, "actions": {"q01": [0], "q99": [1]}}}',
+            "no q99 for state",
+        ),
+    ],
+)
+def test_broken_statistics(content: str, word: str, config: MakeConfig, checkpoint: Path) -> None:
+    (checkpoint / STATS).write_text(content)
+    problem = the_problem(config, checkpoint)
+    assert problem.check == "norm_stats"
+    assert word in str(problem)
+
+
+def test_tokenizer_in_openpis_cache(
+    config: MakeConfig, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.move(checkpoint / "big_vision", tmp_path / "big_vision")
+    problem = the_problem(config, checkpoint)
+    assert problem.check == "tokenizer"
+    assert "OPENPI_DATA_HOME" in str(problem)
+    monkeypatch.setenv("OPENPI_DATA_HOME", str(tmp_path))
+    assert problems_of(config, checkpoint) == []
+
+
+def test_weights_of_an_rl_run(config: MakeConfig, checkpoint: Path) -> None:
+    folder = checkpoint / "run" / "model_state_dict"
+    folder.mkdir(parents=True)
+    file = folder / "full_weights.pt"
+    missing = the_problem(config, checkpoint, runner__ckpt_path=str(file))
+    assert (missing.check, missing.key) == ("rl_weights", "runner.ckpt_path")
+    assert f"'{file}', which does not exist" in str(missing)
+    directory = the_problem(config, checkpoint, runner__ckpt_path=str(checkpoint / "run"))
+    assert "which is a directory" in str(directory)
+    assert str(file) in directory.fix
+    file.touch()
+    assert "an empty file" in str(the_problem(config, checkpoint, runner__ckpt_path=str(file)))
+    assert "no .pt file" in str(the_problem(config, checkpoint, runner__ckpt_path=str(checkpoint / "config.json")))
+    torch.save({}, file)
+    assert problems_of(config, checkpoint, runner__ckpt_path=str(file)) == []
+
+
+def test_resume_directory(config: MakeConfig, checkpoint: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "global_step_40"
+    problem = the_problem(config, checkpoint, runner__resume_dir=str(folder))
+    assert (problem.check, problem.key) == ("resume_directory", "runner.resume_dir")
+    assert "does not exist" in str(problem)
+    folder.mkdir()
+    assert "no folder actor" in str(the_problem(config, checkpoint, runner__resume_dir=str(folder)))
+    (folder / "actor").mkdir()
+    assert problems_of(config, checkpoint, runner__resume_dir=str(folder)) == []
+    for name in ("latest", "global_step_", "global_step_4x"):
+        (tmp_path / name / "actor").mkdir(parents=True)
+        assert "does not end in a step" in str(the_problem(config, checkpoint, runner__resume_dir=str(tmp_path / name)))
+
+
+def test_kernel_policy_that_cannot_run_here(
+    config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a cluster without GPU the policy is tried out; elsewhere the driver's own device says nothing about the workers'."""
+    from rlinf_phyai.kernels import registry
+
+    monkeypatch.setitem(registry.BACKENDS["rms_norm"], "absent", "rlinf_phyai.kernels.absent:rms_norm")
+    file = tmp_path / "policy.yaml"
+    file.write_text("operations: {rms_norm: absent}\n")
+    changes = {"rollout.phyai.kernel_policy": str(file)}
+    assert find_problems(config(FULL, changes), gpus=2) == []
+    (problem,) = find_problems(config(TINY, changes), gpus=0)
+    assert problem.check == "kernel_policy"
+    assert "cannot run on cpu" in str(problem)
+    file.write_text("fallback: torch\noperations: {rms_norm: absent}\n")
+    assert find_problems(config(TINY, changes), gpus=0) == []
+
+
+def test_kernel_policy_with_an_unknown_operation(config: MakeConfig, tmp_path: Path) -> None:
+    file = tmp_path / "policy.yaml"
+    file.write_text("operations: {rmsnorm: torch}\n")
+    (problem,) = find_problems(config(FULL, {"rollout.phyai.kernel_policy": str(file)}), gpus=2)
+    assert "'rms_norm'" in str(problem)
+
+
+def test_files_can_be_left_out(config: MakeConfig) -> None:
+    cfg = config(FULL, {PATH: "/on/another/machine", "rollout.phyai.kernel_policy": "theirs"})
+    assert find_problems(cfg, gpus=2, look_at_files=False) == []
