@@ -41,13 +41,13 @@ rollout:
     value_source: rollout
     debug_logprob_offset: 0.0
     progress: false
-  model: {model_path: ???, precision: null}
+  model: {model_path: "???", precision: null}
 actor:
   group_name: ActorGroup
   seed: 42
   model:
     model_type: openpi
-    model_path: ???
+    model_path: "???"
     precision: null
     num_action_chunks: 5
     num_steps: 3

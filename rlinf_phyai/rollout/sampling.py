@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The controller's side of flow-SDE sampling: which denoise step is stochastic, how strong its noise is, and the noise.
+
+Source of the formulas: flow matching turned into an SDE as RLinf's actor does it. With ``t_i = 1 - i/N`` and
+``t~_i = t_i``, except ``t~_i = t_1`` where ``t_i = 1``::
+
+    sigma_i = noise_level * sqrt(t_i / (1 - t~_i))
+
+Non-joint sampling (the default) makes one step per batch stochastic, drawn uniformly; joint sampling makes all of them
+stochastic; evaluation none. The engine reads the choice from the zeros of ``sigmas``.
+
+Every random number of a rollout worker comes from the two generators here (one for training, one for evaluation, so
+that evaluating does not change the training that follows), seeded from ``(seed, rank, purpose, global step)``.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Mode = Literal["train", "eval"]
+
+_PURPOSES: tuple[Mode, ...] = ("train", "eval")
+EVALUATION = -1
+"""Value of ``denoise_inds`` where no step is stochastic."""
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How training samples.
+
+    Attributes:
+        num_steps: denoise steps N.
+        noise_level: scale of every sigma; must be positive, or all log-probabilities would be 0.
+        joint_logprob: all steps stochastic instead of one per batch.
+        ignore_last: never choose the last step.
+    """
+
+    num_steps: int
+    noise_level: float
+    joint_logprob: bool = False
+    ignore_last: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_steps < 1:
+            raise ValueError(f"num_steps is {self.num_steps}; at least 1 denoise step is needed")
+        if not self.noise_level > 0:
+            raise ValueError(
+                f"noise_level is {self.noise_level}; sampling for training needs a positive noise level (0.5 is usual),"
+                " or every log-probability is 0"
+            )
+        if self.ignore_last and self.num_steps == 1 and not self.joint_logprob:
+            raise ValueError("ignore_last leaves no step to choose with num_steps 1; turn it off or use more steps")
+
+
+@dataclass(frozen=True)
+class SamplingPlan:
+    """The random choices for one batch.
+
+    Attributes:
+        noise: float32 ``[B, H, D]``, start of the denoising, standard normal.
+        sigmas: float32 ``[B, N]`` on the CPU, 0 on deterministic steps.
+        step_noise: float32 ``[B, N, H, D]``, standard normal; zeros where no step is stochastic.
+        denoise_inds: int64 ``[B, N]`` on the CPU: the stochastic step repeated, ``0..N-1`` (joint), or -1 (evaluation).
+    """
+
+    noise: Tensor
+    sigmas: Tensor
+    step_noise: Tensor
+    denoise_inds: Tensor
+
+
+def flow_sde_sigmas(num_steps: int, noise_level: float) -> Tensor:
+    """``sigma_i`` of the module's docstring: float32 ``[N]`` on the CPU, each operation rounded to float32."""
+    times = torch.cat([torch.linspace(1, 1 / num_steps, num_steps), torch.zeros(1)])
+    guarded = torch.where(times == 1, times[1], times)
+    return (torch.full((), noise_level) * torch.sqrt(times / (1 - guarded)))[:-1]
+
+
+class FlowSampler:
+    """Draws sampling plans.
+
+    Args:
+        options: see :class:`SamplingOptions`.
+        action_shape: ``(H, D)``.
+        seed: of the run; with the worker's rank it fixes every draw.
+        rank: of the rollout worker.
+        device: where noise is drawn.
+    """
+
+    def __init__(
+        self,
+        options: SamplingOptions,
+        action_shape: tuple[int, int],
+        seed: int,
+        rank: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.options = options
+        self._action_shape = action_shape
+        self._seed, self._rank = seed, rank
+        self._sigmas = flow_sde_sigmas(options.num_steps, options.noise_level)
+        self._noise = {mode: torch.Generator(device=device) for mode in _PURPOSES}
+        self._choice = random.Random()
+        self._global_step: int | None = None
+        self.set_global_step(0)
+
+    def set_global_step(self, step: int) -> None:
+        """Starts the random numbers of a training step; calling again with the same step changes nothing.
+
+        The numbers of a step do not depend on earlier steps, so a resumed run continues with those it would have drawn.
+        """
+        if step == self._global_step:
+            return
+        self._global_step = step
+        for purpose, mode in enumerate(_PURPOSES):
+            entropy = np.random.SeedSequence([self._seed % 2**32, self._rank, purpose, step])
+            first, second = (int(word) for word in entropy.generate_state(2, np.uint64))
+            self._noise[mode].manual_seed(first % 2**63)
+            if mode == "train":
+                self._choice.seed(second)
+
+    def plan(self, batch: int, mode: Mode) -> SamplingPlan:
+        """Draws the choices for ``batch`` observations.
+
+        Raises:
+            ValueError: an unknown mode or an empty batch.
+        """
+        if mode not in _PURPOSES:
+            raise ValueError(f"mode is {mode!r}; allowed: 'train', 'eval'")
+        if batch < 1:
+            raise ValueError(f"batch is {batch}; at least 1 observation is needed")
+        steps = self.options.num_steps
+        generator = self._noise[mode]
+        noise = torch.randn(batch, *self._action_shape, generator=generator, device=generator.device)
+        step_shape = (batch, steps, *self._action_shape)
+        if mode == "eval":
+            return SamplingPlan(
+                noise,
+                torch.zeros(batch, steps),
+                torch.zeros(step_shape, device=generator.device),
+                torch.full((batch, steps), EVALUATION, dtype=torch.int64),
+            )
+        if self.options.joint_logprob:
+            sigmas, chosen = self._sigmas, torch.arange(steps)
+        else:
+            step = self._choice.randrange(steps - 1 if self.options.ignore_last else steps)
+            sigmas, chosen = torch.zeros(steps), torch.full((steps,), step, dtype=torch.int64)
+            sigmas[step] = self._sigmas[step]
+        return SamplingPlan(
+            noise,
+            sigmas.repeat(batch, 1),
+            torch.randn(step_shape, generator=generator, device=generator.device),
+            chosen.repeat(batch, 1),
+        )

@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The policy against RLinf's own actor model: what it reports is what the actor finds when it replays the sample."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import DictConfig
+
+from rlinf_phyai.errors import EngineUnusableError
+from rlinf_phyai.rollout.build import build_policy
+from rlinf_phyai.rollout.observation import BatchedTransforms, OpenPiTransforms, make_transforms
+from rlinf_phyai.rollout.openpi_setup import load_openpi_setup
+from rlinf_phyai.rollout.policy import PhyaiPolicy
+
+from .conftest import make_observation
+
+TOLERANCE = 1e-4
+
+
+@pytest.fixture
+def build(build_actor: Callable[[DictConfig], Any]) -> Iterator[Callable[..., tuple[PhyaiPolicy, Any]]]:
+    """``build(config, max_batch_size=...)``: a policy whose engine holds the actor's weights, and the actor."""
+    policies: list[PhyaiPolicy] = []
+
+    def make(config: DictConfig, max_batch_size: int = 8, rank: int = 0) -> tuple[PhyaiPolicy, Any]:
+        actor = build_actor(config)
+        policy = build_policy(config, config.actor.model, "cpu", rank, max_batch_size)
+        policies.append(policy)
+        with policy.weight_session() as session:
+            policy.load_state_dict(actor.state_dict())
+            session.version = 0
+        return policy, actor
+
+    yield make
+    for policy in policies:
+        policy.engine.close()
+
+
+def _rescore(actor: Any, result: dict[str, Any]) -> dict[str, torch.Tensor]:
+    with torch.no_grad():
+        return actor.default_forward(forward_inputs=result["forward_inputs"], compute_values=True)
+
+
+def test_the_result_has_the_shapes_and_dtypes_of_the_contract(make_config, build) -> None:
+    policy, _ = build(make_config())
+    actions, result = policy.predict_action_batch(make_observation(3))
+    found = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in result["forward_inputs"].items()}
+    assert (tuple(actions.shape), actions.dtype) == ((3, 5, 7), torch.float64)
+    assert (tuple(result["prev_logprobs"].shape), result["prev_logprobs"].dtype) == ((3, 5, 7), torch.float32)
+    assert (tuple(result["prev_values"].shape), result["prev_values"].dtype) == ((3, 1), torch.float32)
+    assert found == {
+        "chains": ((3, 4, 10, 32), torch.float32),
+        "denoise_inds": ((3, 3), torch.int64),
+        "tokenized_prompt": ((3, 200), torch.int64),
+        "tokenized_prompt_mask": ((3, 200), torch.bool),
+        "action": ((3, 35), torch.float64),
+        "model_action": ((3, 320), torch.float32),
+        "observation/image": ((3, 256, 256, 3), torch.uint8),
+        "observation/wrist_image": ((3, 256, 256, 3), torch.uint8),
+        "observation/state": ((3, 8), torch.float32),
+    }
+    everything = [actions, result["prev_logprobs"], result["prev_values"], *result["forward_inputs"].values()]
+    assert all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in everything)
+    assert torch.equal(result["forward_inputs"]["action"].view(3, 5, 7), actions)
+    assert torch.equal(
+        result["forward_inputs"]["model_action"].view(3, 10, 32), result["forward_inputs"]["chains"][:, -1]
+    )
+
+
+def test_the_contract_is_the_one_rlinf_itself_keeps(make_config, build) -> None:
+    """Names, shapes and dtypes of RLinf's own prediction, in train and in eval mode."""
+    policy, actor = build(make_config())
+    for mode in ("train", "eval"):
+        observation = make_observation(2)
+        with torch.no_grad():
+            wanted_actions, wanted = actor.predict_action_batch(observation, mode=mode)
+        actions, found = policy.predict_action_batch(observation, mode=mode)
+        assert actions.dtype == wanted_actions.dtype
+        assert actions.shape == wanted_actions.shape
+        assert set(found) == set(wanted)
+        assert set(found["forward_inputs"]) == set(wanted["forward_inputs"])
+        for name, tensor in wanted["forward_inputs"].items():
+            assert found["forward_inputs"][name].dtype == tensor.dtype, name
+            assert found["forward_inputs"][name].shape == tensor.shape, name
+        for name in ("tokenized_prompt", "tokenized_prompt_mask"):
+            assert torch.equal(found["forward_inputs"][name], wanted["forward_inputs"][name]), name
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param([], id="default"),
+        pytest.param(["actor.model.openpi.num_steps=1"], id="one-step"),
+        pytest.param(["actor.model.openpi.num_steps=4", "actor.model.openpi.ignore_last=true"], id="ignore-last"),
+        pytest.param(["actor.model.openpi.joint_logprob=true"], id="joint"),
+        pytest.param(["actor.model.openpi.value_vlm_mode=last_token"], id="last-token"),
+        pytest.param(["actor.model.openpi.value_vlm_mode=first_token"], id="first-token"),
+        pytest.param(["actor.model.openpi.discrete_state_input=true"], id="state-in-prompt"),
+        pytest.param(["actor.model.openpi.action_chunk=3", "actor.model.openpi.action_env_dim=4"], id="smaller-chunk"),
+    ],
+)
+def test_the_actor_finds_the_reported_log_probabilities_and_values(overrides, make_config, build) -> None:
+    policy, actor = build(make_config(*overrides))
+    _, result = policy.predict_action_batch(make_observation(5, seed=1))
+    replayed = _rescore(actor, result)
+    assert result["prev_logprobs"].abs().min() > 0
+    torch.testing.assert_close(result["prev_logprobs"], replayed["logprobs"], atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(result["prev_values"][:, 0], replayed["values"], atol=TOLERANCE, rtol=0)
+    assert result["prev_values"].std() > 10 * TOLERANCE  # the values differ, so the comparison says something
+
+
+def test_a_critic_after_the_expert_reports_the_mean_over_the_steps(make_config, build) -> None:
+    policy, actor = build(make_config("actor.model.openpi.value_after_vlm=false"))
+    _, result = policy.predict_action_batch(make_observation(3))
+    inputs = result["forward_inputs"]
+    per_step = []
+    for step in range(3):  # the actor evaluates one chosen step at a time
+        replayed = _rescore(actor, {"forward_inputs": {**inputs, "denoise_inds": torch.full((3, 3), step)}})
+        per_step.append(replayed["values"])
+    wanted = torch.stack(per_step).mean(dim=0)
+    torch.testing.assert_close(result["prev_values"][:, 0], wanted, atol=TOLERANCE, rtol=0)
+    assert policy.predict_values(make_observation(3)).shape == (3, 1)
+
+
+def test_actions_are_those_of_rlinfs_output_transform(make_config, build) -> None:
+    policy, actor = build(make_config())
+    actions, result = policy.predict_action_batch(make_observation(4))
+    model_actions = result["forward_inputs"]["model_action"].view(4, 10, 32)
+    wanted = actor.output_transform({"actions": model_actions, "state": torch.zeros(4, 32)})["actions"]
+    assert torch.equal(actions, wanted)
+
+
+def test_a_batch_above_the_maximum_is_split_without_a_trace(make_config, build) -> None:
+    whole, _ = build(make_config(), max_batch_size=5)
+    split, _ = build(make_config(), max_batch_size=2)
+    observation = make_observation(5, seed=2)
+    assert split.engine.max_batch_size == 2
+    expected_actions, expected = whole.predict_action_batch(observation)
+    actions, found = split.predict_action_batch(observation)
+    torch.testing.assert_close(actions, expected_actions, atol=1e-5, rtol=0)
+    for name in ("prev_logprobs", "prev_values"):
+        torch.testing.assert_close(found[name], expected[name], atol=1e-5, rtol=0)
+    for name, tensor in expected["forward_inputs"].items():
+        torch.testing.assert_close(found["forward_inputs"][name], tensor, atol=1e-5, rtol=0)
+    torch.testing.assert_close(split.predict_values(observation), expected["prev_values"], atol=1e-5, rtol=0)
+
+
+def test_a_sample_does_not_depend_on_its_neighbours_prompts(make_config, build) -> None:
+    """The longest prompt of a batch sets the padding of all; results must not notice."""
+    policy, _ = build(make_config())
+    observation = make_observation(5, seed=3)
+    values = policy.predict_values(observation)
+    for row in range(5):
+        alone = {name: None if part is None else part[row : row + 1] for name, part in observation.items()}
+        torch.testing.assert_close(policy.predict_values(alone)[0], values[row], atol=1e-5, rtol=0)
+
+
+def test_evaluation_repeats_for_the_same_start_and_is_not_random(make_config, build) -> None:
+    config = make_config()
+    first, actor = build(config)
+    second, _ = build(config)
+    observation = make_observation(3, seed=4)
+    actions, result = first.predict_action_batch(observation, mode="eval")
+    again, _ = second.predict_action_batch(observation, mode="eval")
+    assert torch.equal(actions, again)
+    assert not result["prev_logprobs"].any()
+    assert result["prev_values"].isnan().all()
+    assert bool((result["forward_inputs"]["denoise_inds"] == -1).all())
+    # RLinf's own evaluation from the same noise ends at the same actions.
+    noise = result["forward_inputs"]["chains"][:, 0]
+    from openpi.models.model import Observation
+
+    processed = actor.input_transform(actor.obs_processor(observation), transpose=False)
+    wanted = actor.sample_actions(Observation.from_dict(processed), noise=noise, mode="eval")["actions"]
+    torch.testing.assert_close(result["forward_inputs"]["model_action"].view(3, 10, 32), wanted, atol=1e-4, rtol=0)
+
+
+def test_the_debug_offset_shifts_every_reported_element(make_config, build) -> None:
+    plain, _ = build(make_config())
+    shifted, _ = build(make_config("rollout.phyai.debug_logprob_offset=0.01"))
+    observation = make_observation(2)
+    _, expected = plain.predict_action_batch(observation)
+    _, found = shifted.predict_action_batch(observation)
+    difference = found["prev_logprobs"] - expected["prev_logprobs"]
+    torch.testing.assert_close(difference, torch.full((2, 5, 7), 0.01), atol=2e-6, rtol=0)
+    assert torch.equal(found["forward_inputs"]["chains"], expected["forward_inputs"]["chains"])
+
+
+def test_values_from_the_actor_leave_nan_except_where_asked(make_config, build) -> None:
+    policy, _ = build(make_config("rollout.phyai.value_source=actor"))
+    reference, _ = build(make_config())
+    observation = make_observation(2)
+    _, result = policy.predict_action_batch(observation)
+    _, expected = reference.predict_action_batch(observation)
+    assert result["prev_values"].shape == (2, 1)
+    assert result["prev_values"].isnan().all()
+    assert torch.equal(result["prev_logprobs"], expected["prev_logprobs"])
+    torch.testing.assert_close(policy.predict_values(observation), expected["prev_values"], atol=1e-6, rtol=0)
+
+
+def test_without_a_critic_values_are_zero_and_rlinf_asks_for_no_bootstrap(make_config, build) -> None:
+    policy, _ = build(make_config("actor.model.add_value_head=false", "actor.model.openpi.add_value_head=false"))
+    _, result = policy.predict_action_batch(make_observation(2))
+    assert torch.equal(result["prev_values"], torch.zeros(2, 1))
+    assert torch.equal(policy.predict_values(make_observation(2)), torch.zeros(2, 1))
+    assert not hasattr(policy, "value_head")
+
+
+def test_the_replay_survives_an_environment_that_reuses_its_buffers(make_config, build) -> None:
+    policy, _ = build(make_config())
+    observation = make_observation(2)
+    kept = observation["main_images"].clone()
+    _, result = policy.predict_action_batch(observation)
+    observation["main_images"].zero_()
+    assert torch.equal(result["forward_inputs"]["observation/image"], kept)
+
+
+def test_ranks_sample_differently_and_repeatably(make_config, build) -> None:
+    observation = make_observation(2)
+    chains = []
+    for rank in (0, 1, 0):
+        policy, _ = build(make_config(), rank=rank)
+        chains.append(policy.predict_action_batch(observation)[1]["forward_inputs"]["chains"])
+    assert not torch.equal(chains[0], chains[1])
+    assert torch.equal(chains[0], chains[2])
+
+
+# -- the two ways of transforming -------------------------------------------------------------------------------------
+
+
+def test_liberos_transforms_are_recognised_and_others_are_not(make_config, caplog) -> None:
+    setup = load_openpi_setup(make_config().actor.model)
+    assert isinstance(make_transforms(setup, "cpu"), BatchedTransforms)
+    with caplog.at_level(logging.WARNING):
+        changed = type(setup)(setup.config, setup.inputs[::-1], setup.outputs)
+        assert isinstance(make_transforms(changed, "cpu"), OpenPiTransforms)
+    assert caplog.text.count("sample by sample on the CPU") == 1
+
+
+@pytest.mark.parametrize("with_state", [False, True])
+def test_both_ways_give_the_same_bits(with_state: bool, make_config) -> None:
+    setup = load_openpi_setup(make_config(f"actor.model.openpi.discrete_state_input={with_state}").actor.model)
+    batched, reference = make_transforms(setup, "cpu"), OpenPiTransforms(setup)
+    env = make_observation(3, seed=6)
+    observation = {
+        "observation/image": env["main_images"],
+        "observation/wrist_image": env["wrist_images"],
+        "observation/state": env["states"],
+        "prompt": env["task_descriptions"],
+    }
+    found, wanted = batched.inputs(dict(observation)), reference.inputs(dict(observation))
+    assert wanted.image_masks == [True, True, False]
+    assert torch.equal(found.pixel_values, wanted.pixel_values[:, :2])
+    assert torch.equal(found.input_ids, wanted.input_ids)
+    assert torch.equal(found.lang_lens, wanted.lang_lens)
+    actions = torch.randn(3, 10, 32, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(batched.actions(actions, found), reference.actions(actions, wanted))
+
+
+def test_the_slow_way_samples_the_same(make_config, build) -> None:
+    config = make_config()
+    fast, actor = build(config)
+    slow, _ = build(config)
+    slow.transforms = OpenPiTransforms(load_openpi_setup(config.actor.model))
+    observation = make_observation(3, seed=7)
+    expected_actions, expected = fast.predict_action_batch(observation)
+    actions, found = slow.predict_action_batch(observation)
+    assert torch.equal(actions, expected_actions)
+    assert torch.equal(found["prev_logprobs"], expected["prev_logprobs"])
+    assert torch.equal(found["prev_values"], expected["prev_values"])
+    torch.testing.assert_close(found["prev_logprobs"], _rescore(actor, found)["logprobs"], atol=TOLERANCE, rtol=0)
+
+
+# -- bad input ----------------------------------------------------------------------------------------------------------
+
+
+def test_bad_observations_are_named(make_config, build) -> None:
+    policy, _ = build(make_config())
+    observation = make_observation(2)
+    with pytest.raises(ValueError, match="wrist_image"):
+        policy.predict_action_batch({**observation, "wrist_images": None})
+    with pytest.raises(ValueError, match="equal lengths"):
+        policy.predict_action_batch({**observation, "task_descriptions": ["one"]})
+    with pytest.raises(ValueError, match=r"torch\.float32"):
+        policy.predict_action_batch({**observation, "main_images": observation["main_images"].float()})
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("actor.model.openpi.noise_method=flow_noise", "noise_method is 'flow_noise'"),
+        ("actor.model.openpi.noise_anneal=true", "noise_anneal is on"),
+        ("actor.model.openpi.safe_get_logprob=true", "safe_get_logprob is on"),
+        ("actor.model.openpi.config_name=pi0_libero", "PI0 model"),
+        ("actor.model.openpi.num_images_in_input=3", "num_images_in_input is 3"),
+        ("actor.model.openpi.noise_level=0.0", "positive noise level"),
+        ("rollout.phyai.params_dtype=int8", "params_dtype is 'int8'"),
+        ("rollout.phyai.value_source=nobody", "allowed: 'rollout', 'actor'"),
+    ],
+)
+def test_unsupported_options_are_refused(override: str, message: str, make_config) -> None:
+    config = make_config(override)
+    with pytest.raises(ValueError, match=message):
+        build_policy(config, config.actor.model, "cpu", 0, 2)
+
+
+def test_value_source_actor_needs_the_critic_after_the_vlm(make_config) -> None:
+    config = make_config("rollout.phyai.value_source=actor", "actor.model.openpi.value_after_vlm=false")
+    with pytest.raises(ValueError, match="needs the critic after the VLM"):
+        build_policy(config, config.actor.model, "cpu", 0, 2)
+
+
+def test_writing_weights_outside_a_session_stops_the_policy(make_config, build) -> None:
+    policy, _ = build(make_config())
+    with torch.no_grad():
+        policy.state_dict()["action_in_proj.bias"].add_(1)
+    with pytest.raises(EngineUnusableError):
+        policy.predict_action_batch(make_observation(1))
