@@ -35,7 +35,7 @@ rollout:
   enable_offload: false
   phyai:
     max_batch_size: null
-    kernel_policy: torch_reference
+    kernel_policy: null
     use_cuda_graph: true
     params_dtype: null
     value_source: rollout
@@ -49,6 +49,7 @@ actor:
     model_type: openpi
     model_path: "???"
     precision: null
+    is_lora: false
     num_action_chunks: 5
     num_steps: 3
     add_value_head: true
