@@ -11,15 +11,26 @@ Series = list[tuple[int, float]]
 KEY_METRICS = {
     "env/success_once": "share of episodes that solved the task",
     "env/return": "summed reward of an episode",
-    "rollout/returns_mean": "mean return after GAE",
-    "train/actor/importance_sampling_weight": "actor's over engine's likelihood of the sampled actions, capped; 1 = agree",
-    "train/actor/importance_sampling_clip_fraction": "share of those weights that hit the cap",
-    "train/actor/rollout_train_logprob_gap": "engine's minus actor's log-prob; 0 = agree",
-    "train/actor/first_update/ratio_max_dev": "largest |PPO ratio - 1| before any learning; 0 = exact reference",
+    "train/actor/importance_sampling_weight": "mean weight exp(actor - engine), before the cap; 1 = they agree",
+    "train/actor/importance_sampling_clip_fraction": "share of weights over the cap; about half is rounding noise",
+    "train/actor/importance_sampling_effective_sample_size": "share of the samples that count; 1 = all",
+    "train/actor/rollout_train_logprob_gap": "mean |actor - engine| of a log-prob element; 0 = they agree",
+    "train/actor/first_update/ratio_max_dev": "largest |PPO ratio - 1| before learning; 0 = exact",
+    "train/actor/approx_kl": "how far the update moved the policy",
     "train/actor/policy_loss": "clipped policy loss",
     "train/critic/value_loss": "value loss",
-    "train/actor/approx_kl": "how far the update moved the policy",
     "train/actor/grad_norm": "gradient norm before clipping",
+}
+#: Where a step's time goes.
+KEY_TIMERS = {
+    "time/step": "one training step, all of it",
+    "time/env/env/bootstrap_step": "resetting the simulators (the first time: building them)",
+    "time/generate_rollouts": "collecting the rollouts: simulators and engine",
+    "time/env/env_interact_step": "simulator steps",
+    "time/rollout/predict": "engine: observations in, actions out",
+    "time/actor/actor/recompute_logprobs": "actor: rescoring the sampled actions",
+    "time/actor/run_training": "actor: the update",
+    "time/sync_weights": "new weights to the engines",
 }
 TIMER_PREFIX = "time/"
 
@@ -50,20 +61,22 @@ def print_table(scalars: Mapping[str, Series], directory: Path, every: bool = Fa
     from rich.table import Table
 
     steps = {step for series in scalars.values() for step, _ in series}
-    table = Table(title=f"{directory.name}: {len(steps)} steps", title_justify="left", expand=False)
+    table = Table(title=f"{directory.name}: {len(steps)} steps", title_justify="left")
     for heading in ("metric", "first", "last"):
         table.add_column(heading, justify="left" if heading == "metric" else "right", no_wrap=True)
     table.add_column("meaning")
-    timers = sorted((tag for tag in scalars if tag.startswith(TIMER_PREFIX)), key=lambda tag: -scalars[tag][-1][1])
-    metrics = sorted(tag for tag in scalars if tag not in timers) if every else [t for t in KEY_METRICS if t in scalars]
-    for tag in metrics:
-        table.add_row(tag, _number(scalars[tag][0][1]), _number(scalars[tag][-1][1]), KEY_METRICS.get(tag, ""))
-    table.add_section()
-    for tag in timers if every else timers[:8]:
-        table.add_row(tag, _number(scalars[tag][0][1], "s"), _number(scalars[tag][-1][1], "s"), "")
+    groups = (
+        (KEY_METRICS, "", [tag for tag in scalars if not tag.startswith(TIMER_PREFIX)]),
+        (KEY_TIMERS, "s", [tag for tag in scalars if tag.startswith(TIMER_PREFIX)]),
+    )
+    for known, unit, present in groups:
+        for tag in sorted(present) if every else [tag for tag in known if tag in scalars]:
+            first, last = scalars[tag][0][1], scalars[tag][-1][1]
+            table.add_row(tag, _number(first, unit), _number(last, unit), known.get(tag, ""))
+        table.add_section()
     console = Console()
     # A pipe has no width of its own, and half a metric name helps nobody.
-    Console(width=max(console.width, 120)).print(table)
+    Console(width=max(console.width, 150)).print(table)
 
 
 def draw(scalars: Mapping[str, Series], file: Path) -> None:
