@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real runs: Ray, LIBERO, the tiny model. Each takes a minute or two, so tests share them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+TINY = "libero_spatial_ppo_openpi_pi05_phyai_tiny"
+TIMEOUT_S = 1500.0  # a machine that is busy with other things may be ten times slower
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run."""
+
+    exit_code: int
+    output: str
+    seconds: float
+    log_dir: Path
+    record_dir: Path
+
+    def scalars(self) -> dict[str, list[float]]:
+        """Every TensorBoard scalar, one value per step."""
+        from rlinf_phyai.run_summary import read_scalars
+
+        return {tag: [value for _, value in series] for tag, series in read_scalars(self.log_dir).items()}
+
+    def assert_success(self) -> None:
+        assert self.exit_code == 0, f"exit code {self.exit_code}:\n{self.output[-6000:]}"
+
+
+class Program:
+    """A program in a process group and, towards the tests, a session of its own."""
+
+    def __init__(self, command: list[str], folder: Path, environment: dict[str, str] | None = None) -> None:
+        self.record_dir = folder / "record"
+        self.log_dir = folder / "logs"
+        self.output = folder / "output.txt"
+        self._started = time.monotonic()
+        with self.output.open("w") as output:
+            self.process = subprocess.Popen(
+                command,
+                cwd=folder,
+                env={**os.environ, "RECORD_DIR": str(self.record_dir), **(environment or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.descendants: set[psutil.Process] = set()
+
+    def wait_for(self, text: str, timeout: float = TIMEOUT_S) -> None:
+        """Until the output contains ``text``."""
+        deadline = time.monotonic() + timeout
+        while text not in self.output.read_text():
+            assert self.process.poll() is None, f"ended before {text!r}:\n{self.output.read_text()[-6000:]}"
+            assert time.monotonic() < deadline, f"no {text!r} within {timeout} s:\n{self.output.read_text()[-6000:]}"
+            self.look()
+            time.sleep(0.2)
+
+    def look(self) -> None:
+        """Remember the processes that exist below this program now."""
+        try:
+            self.descendants.update(psutil.Process(self.process.pid).children(recursive=True))
+        except psutil.NoSuchProcess:
+            return
+
+    def finish(self, timeout: float = TIMEOUT_S) -> Run:
+        """Wait for the end."""
+        deadline = time.monotonic() + timeout
+        while self.process.poll() is None:
+            if time.monotonic() > deadline:
+                self.kill()
+                pytest.fail(f"not finished within {timeout} s:\n{self.output.read_text()[-6000:]}")
+            self.look()
+            time.sleep(0.5)
+        seconds = time.monotonic() - self._started
+        return Run(self.process.returncode, self.output.read_text(), seconds, self.log_dir, self.record_dir)
+
+    def signal_group(self, number: int) -> None:
+        """What a terminal does on Ctrl-C."""
+        os.killpg(self.process.pid, number)
+
+    def left_over(self, grace: float = 5.0) -> list[str]:
+        """Processes of this program that outlive it."""
+        _, alive = psutil.wait_procs(list(self.descendants), timeout=grace)
+        return [" ".join(process.cmdline()) or process.name() for process in alive if process.is_running()]
+
+    def kill(self) -> None:
+        self.look()
+        os.killpg(self.process.pid, signal.SIGKILL)
+        for process in self.descendants:
+            if process.is_running():
+                process.kill()
+
+
+StartProgram = Callable[..., Program]
+
+
+@pytest.fixture(scope="session")
+def start(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path, repository: Path) -> StartProgram:
+    """``start("launcher" | "driver" | "module", *overrides, ...)``: the tiny run by one of three ways to start it."""
+    examples = repository / "examples" / "embodiment"
+
+    def start_program(
+        way: str,
+        *overrides: str,
+        config_dir: Path = examples / "config",
+        config: str = TINY,
+        environment: dict[str, str] | None = None,
+    ) -> Program:
+        folder = tmp_path_factory.mktemp(way)
+        named = [f"--config-path={config_dir}", f"--config-name={config}"]
+        commands: dict[str, list[str]] = {
+            "launcher": ["bash", str(examples / "run_embodiment.sh"), config],
+            "evaluation": ["bash", str(examples / "eval_embodiment.sh"), config],
+            "driver": [sys.executable, str(repository / "tests" / "integration" / "driver.py"), *named],
+            "module": [sys.executable, "-m", "rlinf_phyai.train", *named],
+        }
+        own = [f"actor.model.model_path={tiny_checkpoint}", f"runner.logger.log_path={folder / 'logs'}"]
+        variables = {"VIRTUAL_ENV": sys.prefix, "PYTHONPATH": str(repository), **(environment or {})}
+        return Program([*commands[way], *own, *overrides], folder, variables)
+
+    return start_program
+
+
+@pytest.fixture(scope="session")
+def recorded_run(start: StartProgram) -> Run:
+    """Two training steps with the phyai backend, everything recorded."""
+    run = start("driver").finish()
+    run.assert_success()
+    return run
+
+
+def load(path: Path) -> Any:
+    """A file that the driver recorded."""
+    import torch
+
+    return torch.load(path, weights_only=False)

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The main job: two steps of PPO on real LIBERO, actions from the engine, corrected by the actor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integration.conftest import TINY, Run, StartProgram, load
+
+pytestmark = pytest.mark.integration
+
+CHUNK_ELEMENTS = 5 * 7  # log-prob terms of one action chunk
+
+
+def test_metrics_of_an_exact_rollout(recorded_run: Run) -> None:
+    """In float32 on one machine the engine and the actor agree: the correction has nothing to correct."""
+    scalars = recorded_run.scalars()
+    assert len(scalars["env/success_once"]) == 2
+    for step in range(2):
+        assert scalars["train/actor/importance_sampling_weight"][step] == pytest.approx(1.0, abs=1e-3)
+        assert scalars["train/actor/rollout_train_logprob_gap"][step] < 1e-4
+        assert scalars["train/actor/first_update/ratio_max_dev"][step] == 0.0
+        assert 0.0 <= scalars["train/actor/importance_sampling_clip_fraction"][step] <= 1.0
+    assert all(math.isfinite(value) for values in scalars.values() for value in values)
+
+
+def test_engine_equals_actor_after_every_sync(recorded_run: Run) -> None:
+    """Every parameter, bit for bit; and the second sync brought something new."""
+    syncs = [load(recorded_run.record_dir / f"sync_{n}.pt") for n in range(2)]
+    for sync in syncs:
+        assert list(sync["rollout"]) == list(sync["actor"])
+        for name, tensor in sync["actor"].items():
+            assert torch.equal(sync["rollout"][name], tensor), name
+    first, second = (sync["rollout"] for sync in syncs)
+    moved = {name for name in first if not torch.equal(first[name], second[name])}
+    assert "value_head.mlp.0.weight" in moved
+    assert "paligemma_with_expert.gemma_expert.model.layers.0.self_attn.q_proj.weight" in moved
+    assert not any(".vision_tower." in name or ".language_model." in name for name in moved)  # frozen
+
+
+@pytest.fixture(scope="module")
+def build_actor_model(tiny_checkpoint: Path) -> Callable[[dict[str, torch.Tensor]], Any]:
+    """RLinf's model with given weights, as the actor builds it."""
+    from hydra import compose, initialize_config_dir
+    from rlinf.models import get_model
+
+    from rlinf_phyai import plugin
+
+    def build(weights: dict[str, torch.Tensor]) -> Any:
+        plugin.register()
+        config_dir = Path(__file__).resolve().parents[2] / "examples" / "embodiment" / "config"
+        with initialize_config_dir(str(config_dir), version_base="1.3"):
+            cfg = compose(TINY, [f"actor.model.model_path={tiny_checkpoint}"])
+        model = get_model(cfg.actor.model)
+        model.load_state_dict(weights)
+        return model.train()
+
+    return build
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_recorded_trajectories_replay_in_rlinfs_model(
+    recorded_run: Run, build_actor_model: Callable[[dict[str, torch.Tensor]], Any], step: int
+) -> None:
+    """What the engine reported about real observations is what RLinf's own model computes from the replay data."""
+    batch = load(recorded_run.record_dir / f"batch_{step}.pt")
+    model = build_actor_model(load(recorded_run.record_dir / f"sync_{step}.pt")["actor"])
+    steps, environments = batch["prev_logprobs"].shape[:2]
+    assert batch["prev_logprobs"].shape == (2, 2, 5, 7)
+    assert batch["prev_values"].shape == (3, 2, 1)
+    assert (batch["versions"] == step).all()
+
+    inputs = {key: value.flatten(0, 1) for key, value in batch["forward_inputs"].items()}
+    with torch.no_grad():
+        output = model(forward_inputs=inputs, compute_values=True)
+    logprobs = output["logprobs"].reshape(steps, environments, 5, 7)
+    torch.testing.assert_close(batch["prev_logprobs"], logprobs, atol=1e-5, rtol=0)
+    values = output["values"].reshape(steps, environments, 1)
+    torch.testing.assert_close(batch["prev_values"][:-1], values, atol=1e-5, rtol=0)
+    assert batch["forward_inputs"]["action"].dtype == torch.float64
+
+
+def test_prompts_of_real_tasks_are_in_the_batch(recorded_run: Run) -> None:
+    """The tokens name LIBERO-Spatial's tasks, right-padded."""
+    inputs = load(recorded_run.record_dir / "batch_0.pt")["forward_inputs"]
+    tokens, mask = inputs["tokenized_prompt"].flatten(0, 1), inputs["tokenized_prompt_mask"].flatten(0, 1)
+    lengths = mask.sum(-1)
+    assert ((5 < lengths) & (lengths < 40)).all()
+    assert (tokens[~mask] == 0).all()
+    assert (mask == (torch.arange(mask.shape[1]) < lengths[:, None])).all()
+
+
+@pytest.fixture(scope="module")
+def bootstrapped_run(start: StartProgram) -> Run:
+    """One step with ``auto_reset``: an episode ends after every chunk."""
+    run = start("driver", "env.train.auto_reset=True", "env.train.max_episode_steps=5", "runner.max_epochs=1").finish()
+    run.assert_success()
+    return run
+
+
+def test_bootstrapped_rewards(
+    bootstrapped_run: Run, build_actor_model: Callable[[dict[str, torch.Tensor]], Any]
+) -> None:
+    """A truncated episode's last reward gains gamma times V(last observation), with V from RLinf's own model."""
+    seen = load(bootstrapped_run.record_dir / "bootstrap.pt")
+    batch = load(bootstrapped_run.record_dir / "batch_0.pt")
+    model = build_actor_model(load(bootstrapped_run.record_dir / "sync_0.pt")["actor"]).eval()
+    assert len(seen) == 2  # one per chunk
+    assert batch["truncations"][1:, :, -1].all()  # row 0 precedes the first action
+    assert "loss_mask" not in batch
+
+    for chunk, (observation, values) in enumerate(seen):
+        with torch.no_grad():
+            _, result = model.predict_action_batch({"extra_view_images": None, **observation}, mode="eval")
+        torch.testing.assert_close(values, result["prev_values"].cpu(), atol=1e-5, rtol=0)
+        # A random policy solves nothing in five steps: the environment's own reward is 0.
+        expected = torch.zeros_like(batch["rewards"][chunk])
+        expected[:, -1] = 0.99 * result["prev_values"][:, 0]
+        torch.testing.assert_close(batch["rewards"][chunk], expected, atol=1e-5, rtol=0)
+    assert batch["rewards"].abs().max() > 1e-4  # it did something

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pieces of the launcher that need no Ray."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from rlinf_phyai import environment, launch, shutdown
+from rlinf_phyai.errors import PhyaiError
+from rlinf_phyai.eval import for_evaluation
+
+
+def test_relative_config_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert launch.absolute_config_path(["--config-path", "mine", "a=b"]) == [
+        "--config-path",
+        str(tmp_path / "mine"),
+        "a=b",
+    ]
+    assert launch.absolute_config_path(["--config-path=mine"]) == [f"--config-path={tmp_path / 'mine'}"]
+    for untouched in (["--config-path=pkg://mine"], ["--config-name", "mine"], ["--config-path"], ["path=mine"]):
+        assert launch.absolute_config_path(untouched) == untouched
+
+
+def test_paths_of_the_config_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    cfg = OmegaConf.create(
+        {
+            "runner": {"logger": {"log_path": "logs"}, "ckpt_path": None},
+            "actor": {"model": {"model_path": "model"}},
+            "rollout": {"model": {"model_path": "missing"}},
+        }
+    )
+    launch.absolute_paths(cfg)
+    assert cfg.runner.logger.log_path == str(tmp_path / "logs")
+    assert cfg.actor.model.model_path == str(tmp_path / "model")
+    assert cfg.rollout.model.model_path == "missing"  # left for the validation to name as the user wrote it
+    assert cfg.runner.ckpt_path is None
+
+
+def test_environment_defaults_do_not_override() -> None:
+    variables = {"MUJOCO_GL": "osmesa"}
+    environment.set_defaults(variables)
+    assert variables["MUJOCO_GL"] == "osmesa"
+    assert variables["JAX_PLATFORMS"] == "cpu"
+
+
+def test_own_errors_become_messages(capsys: pytest.CaptureFixture[str]) -> None:
+    def refuse(cfg: object) -> None:
+        raise PhyaiError("the reason")
+
+    with pytest.raises(SystemExit) as exit_:
+        launch.run_as_program(refuse, OmegaConf.create({"a": 1}))
+    assert exit_.value.code == 1
+    assert "[rlinf-phyai] stopped: the reason" in capsys.readouterr().out
+
+
+def test_evaluation_takes_the_actors_model() -> None:
+    cfg = OmegaConf.create(
+        {
+            "runner": {"task_type": "embodied"},
+            "actor": {
+                "model": {
+                    "model_path": "a",
+                    "num_action_chunks": 5,
+                    "openpi": {"chunk": "${actor.model.num_action_chunks}"},
+                }
+            },
+            "rollout": {"model": {"model_path": "b"}},
+        }
+    )
+    for_evaluation(cfg)
+    assert cfg.runner.task_type == "embodied_eval"
+    assert cfg.runner.only_eval
+    assert OmegaConf.to_container(cfg.rollout.model, resolve=True) == {
+        "model_path": "b",
+        "num_action_chunks": 5,
+        "openpi": {"chunk": 5},
+    }
+
+
+@pytest.mark.parametrize(
+    "number, error",
+    [
+        (signal.SIGINT, shutdown.Interrupted),
+        (signal.SIGTERM, shutdown.Interrupted),
+        (signal.SIGUSR1, shutdown.WorkerFailedError),
+    ],
+)
+def test_signals_become_exceptions_while_waiting(number: signal.Signals, error: type[BaseException]) -> None:
+    """Also while the main thread waits for another one, as RLinf's runner does; and handlers come back afterwards."""
+    before = signal.getsignal(number)
+    release = threading.Event()
+    waiter = threading.Thread(target=release.wait, daemon=True)
+    waiter.start()
+    threading.Timer(0.3, os.kill, (os.getpid(), number)).start()
+    started = time.monotonic()
+    try:
+        with pytest.raises(error), shutdown.RayGuard():
+            waiter.join(timeout=30)
+    finally:
+        release.set()
+    assert time.monotonic() - started < 15
+    assert signal.getsignal(number) is before
+
+
+def test_rays_processes_are_told_from_others() -> None:
+    """A child that has nothing to do with Ray is none of the guard's business."""
+    with shutdown.RayGuard() as guard:
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        assert guard._ray_processes() == []
+    assert child.poll() is None
+    child.kill()
+    child.wait()
+
+
+def test_start_progress_reports_each_group() -> None:
+    from rlinf_phyai.runner import StartProgress
+
+    class Handle:
+        finished = False
+
+        def done(self) -> bool:
+            return self.finished
+
+    class Group:
+        def __init__(self) -> None:
+            self.handle = Handle()
+
+        def init_worker(self) -> Handle:
+            return self.handle
+
+    quick, slow = Group(), Group()
+    lines: list[str] = []
+    with StartProgress({"quick": quick, "slow": slow}, every=0.3, write=lines.append):
+        assert quick.init_worker() is quick.handle
+        assert slow.init_worker() is slow.handle
+        quick.handle.finished = True
+        time.sleep(1.2)
+        slow.handle.finished = True
+    assert lines[0].startswith("[rlinf-phyai] quick workers ready")
+    assert any("waiting for slow" in line for line in lines)
+    assert lines[-1].startswith("[rlinf-phyai] slow workers ready")
+    assert quick.init_worker.__self__ is quick  # type: ignore[attr-defined]
