@@ -115,6 +115,8 @@ def _expect(name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[tor
         raise RequestError(f"{name} has shape {tuple(tensor.shape)}; expected {shape}.")
     if tensor.dtype not in dtypes:
         raise RequestError(f"{name} has dtype {tensor.dtype}; allowed: {', '.join(map(str, dtypes))}.")
+    if tensor.is_meta:
+        raise RequestError(f"{name} is a meta tensor, which holds no data; pass a tensor on the CPU or on the engine's device.")
 
 
 def _used_cameras(request: PI05Request, config: PI05Config) -> list[int]:
@@ -160,6 +162,8 @@ def check_request(
     Raises:
         RequestError: anything that does not fit, naming the field, what was found and what is allowed.
     """
+    if not isinstance(request, PI05Request):
+        raise RequestError(f"the request is a {type(request).__name__}; a PI05Request or PI05RolloutRequest is needed.")
     pixels = request.pixel_values
     if not isinstance(pixels, Tensor) or pixels.ndim != 5:
         found = tuple(pixels.shape) if isinstance(pixels, Tensor) else type(pixels).__name__
@@ -214,7 +218,7 @@ def check_request(
         step_noise=None if step_noise is None else step_noise.to(device, non_blocking=True),
     )
     if check_finite:
-        _check_finite(checked)
+        _check_values(checked, config.vocab_size)
     return checked
 
 
@@ -240,17 +244,25 @@ def _check_rollout(request: PI05Request, batch: int, config: PI05Config) -> tupl
     if not isinstance(sigmas, Tensor) or sigmas.ndim != 2 or sigmas.shape[1] < 1:
         raise RequestError("sigmas is required: float32 (batch, denoise steps), 0 for a deterministic step.")
     _expect("sigmas", sigmas, (batch, sigmas.shape[1]), (torch.float32,))
-    if sigmas.device.type == "cpu" and not bool((torch.isfinite(sigmas) & (sigmas >= 0)).all()):
-        raise RequestError("sigmas holds negative or non-finite values; every value must be a finite number >= 0.")
+    if sigmas.device.type == "cpu":
+        _check_sigmas(sigmas)
     if request.step_noise is not None:
         shape = (batch, sigmas.shape[1], config.action_horizon, config.action_dim)
         _expect("step_noise", request.step_noise, shape, (torch.float32,))
     return sigmas, request.step_noise
 
 
-def _check_finite(request: CheckedRequest) -> None:
-    for name in ("pixels", "noise", "sigmas", "step_noise"):
-        tensor = getattr(request, name)
+def _check_values(request: CheckedRequest, vocab_size: int) -> None:
+    """What only the content tells, on whatever device it lies: finite numbers, sigmas >= 0, ids and padding."""
+    named = {"pixel_values": request.pixels, "noise": request.noise, "step_noise": request.step_noise}
+    for name, tensor in named.items():
         if tensor is not None and not bool(torch.isfinite(tensor).all()):
             raise RequestError(f"{name} holds NaN or infinite values.")
-    _check_padding(request.input_ids.cpu(), request.lang_lens.cpu(), 2**31)
+    if request.sigmas is not None:
+        _check_sigmas(request.sigmas)
+    _check_padding(request.input_ids.cpu(), request.lang_lens.cpu(), vocab_size)
+
+
+def _check_sigmas(sigmas: Tensor) -> None:
+    if not bool((torch.isfinite(sigmas) & (sigmas >= 0)).all()):
+        raise RequestError("sigmas holds negative or non-finite values; every value must be a finite number >= 0.")
