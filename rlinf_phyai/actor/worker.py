@@ -13,7 +13,7 @@ import copy
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 from rlinf.hybrid_engines.weight_syncer.bucket_syncer import BucketWeightSyncer
 from rlinf.utils.nested_dict_process import put_tensor_device
 from rlinf.workers.actor.fsdp_actor_worker import EmbodiedFSDPActor
@@ -30,6 +30,7 @@ from rlinf_phyai.actor.losses import (
 )
 from rlinf_phyai.actor.metrics import CorrectionSums, first_update_metrics
 from rlinf_phyai.actor.rescoring import BatchPlan, rescore
+from rlinf_phyai.actor.values import actor_values, check_value_source, refuse_missing_values, value_gap_metrics
 
 UNUSED_BY_ACTIONS = ("gemma_expert.lm_head.weight",)
 """Trainable by name only: the action path never reads the expert's language head (0.5 GB at full size)."""
@@ -44,7 +45,12 @@ class PhyaiActorWorker(EmbodiedFSDPActor):
         self._setup_correction()
 
     def _setup_correction(self) -> None:
-        """State of the current training step."""
+        """Choices of the config, and the state of the current training step."""
+        self._value_source = OmegaConf.select(self.cfg, "rollout.phyai.value_source", default="rollout")
+        # After the expert, the rollout averages V over all denoise steps while the rescoring sees one of them.
+        openpi = self.cfg.actor.model.get("openpi") or {}
+        self._values_comparable = bool(openpi.get("value_after_vlm", False)) and self.cfg.algorithm.adv_type == "gae"
+        check_value_source(self._value_source, self.correction.recompute, self._values_comparable)
         self._correction_metrics: dict[str, float] = {}
         self._weight_normalizer = 1.0
         self._first_update: FirstUpdate | None = None
@@ -75,7 +81,8 @@ class PhyaiActorWorker(EmbodiedFSDPActor):
         if self.correction.recompute:
             with self.worker_timer("actor/recompute_logprobs"):
                 self._rescore_step()
-        self._refuse_missing_values()
+        if self.cfg.algorithm.adv_type == "gae":
+            refuse_missing_values(self.rollout_batch["prev_values"])
         return super().compute_advantages_and_returns()
 
     def _rescore_step(self) -> None:
@@ -92,9 +99,14 @@ class PhyaiActorWorker(EmbodiedFSDPActor):
             world_size=self._world_size,
             seed=self.cfg.actor.seed + self._rank,
         )
-        p, _ = rescore(batch["forward_inputs"], plan, self._score, logprob_shape=q.shape)
+        p, values = rescore(batch["forward_inputs"], plan, self._score, logprob_shape=q.shape)
         batch["rollout_logprobs"] = q.float()
         batch["prev_logprobs"] = p
+        if values is not None and self._values_comparable:
+            mask = batch.get("loss_mask")
+            self._correction_metrics.update(value_gap_metrics(values, batch["prev_values"], mask, self.device))
+        if self._value_source == "actor":
+            batch["prev_values"] = actor_values(values, batch["prev_values"])
 
         sums = CorrectionSums.of(p, batch["rollout_logprobs"], batch.get("loss_mask"), self.correction, batch_dims=2)
         sums = sums.all_reduce(self.device)
@@ -113,20 +125,6 @@ class PhyaiActorWorker(EmbodiedFSDPActor):
                 use_cache=False,
             )
         return output["logprobs"], output.get("values") if compute_values else None
-
-    def _refuse_missing_values(self) -> None:
-        """Values that nobody asked the rollout for travel as NaN; one that reaches GAE would poison every advantage."""
-        values = self.rollout_batch.get("prev_values")
-        if self.cfg.algorithm.adv_type != "gae" or values is None:
-            return
-        missing = torch.isnan(values).flatten(1).any(dim=1)
-        if bool(missing.any()):
-            raise ValueError(
-                f"prev_values of shape {tuple(values.shape)} is NaN at chunk steps "
-                f"{missing.nonzero().flatten().tolist()}: GAE needs every value. Set rollout.phyai.value_source: "
-                "rollout, or let the actor supply them (algorithm.recompute_logprobs: True with "
-                "rollout.phyai.value_source: actor)."
-            )
 
     # -- training ----------------------------------------------------------------------------------------------------
 

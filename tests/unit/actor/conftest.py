@@ -106,10 +106,16 @@ def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny PI0.5 checkpoint."""
-    from rlinf_phyai.models.pi05.tiny import make_tiny_checkpoint
+    """A PI0.5 checkpoint with few tokens: the time goes into the number of operations."""
+    from rlinf_phyai.models.pi05.tiny import GemmaSizes, TinyConfig, VisionSizes, make_tiny_checkpoint
 
-    return make_tiny_checkpoint(tmp_path_factory.mktemp("tiny_pi05"), seed=0)
+    sizes = TinyConfig(
+        vision=VisionSizes(patch_size=112, num_layers=1),
+        prefix=GemmaSizes(width=64, mlp_dim=160),
+        expert=GemmaSizes(width=32, mlp_dim=96),
+        tokenizer_max_length=64,
+    )
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("tiny_pi05"), seed=0, config=sizes)
 
 
 @pytest.fixture(scope="session")

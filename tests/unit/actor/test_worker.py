@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -53,3 +54,151 @@ def test_the_first_update_starts_exactly_on_policy(make_actor, make_config, give
     assert metrics["actor/first_update/ratio_max_dev"] == 0.0
     assert metrics["actor/first_update/clip_fraction"] == 0.0
     assert metrics["actor/importance_sampling_weight"] == pytest.approx(1.0, abs=1e-3)
+
+
+def test_masked_micro_batches_count_nowhere(make_actor, make_config, give_batch):
+    actor = make_actor(make_config(*CORRECTION))
+    batch = give_batch(actor)
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(7))
+    for sample in order[:2].tolist():  # the whole first micro-batch ...
+        batch["loss_mask"][sample // 4, sample % 4] = False
+    masked = order[2].item()  # ... and half of the second
+    batch["loss_mask"][masked // 4, masked % 4] = False
+    batch["prev_logprobs"][~batch["loss_mask"].squeeze(-1)] += 3.0  # what they report is nonsense
+    metrics = step(actor)
+    assert metrics["actor/first_update/ratio_max_dev"] == 0.0
+    assert metrics["actor/importance_sampling_weight_max"] == pytest.approx(1.0, abs=1e-3)
+    assert metrics["actor/rollout_train_logprob_gap"] < 1e-4
+
+
+@pytest.mark.parametrize("level, elements", [("token_level", 1), ("action_level", 7), ("chunk_level", 35)])
+@pytest.mark.parametrize("offset", [0.01, -0.02])
+def test_an_offset_acts_as_computed_by_hand(make_actor, make_config, give_batch, level, elements, offset):
+    bound = "algorithm.importance_sampling_clip=1.01"
+    overrides = (*CORRECTION, *NO_LEARNING, f"algorithm.logprob_type={level}", bound)
+    plain_actor = make_actor(make_config(*overrides))
+    give_batch(plain_actor)
+    plain = step(plain_actor)
+
+    batch = give_batch(plain_actor)
+    batch["prev_logprobs"] += offset
+    shifted = step(plain_actor)
+    weight = math.exp(-offset * elements)
+    assert shifted["actor/rollout_train_logprob_gap"] == pytest.approx(abs(offset), rel=1e-3)
+    assert shifted["actor/importance_sampling_weight"] == pytest.approx(weight, rel=1e-4)
+    assert shifted["actor/behav_approx_kl"] == pytest.approx(offset * elements, rel=1e-3)
+    assert shifted["actor/importance_sampling_clip_fraction"] == float(weight > 1.01)
+    assert shifted["actor/first_update/ratio_max_dev"] == 0.0
+    # The policy loss of every update carries the bounded weight; the critic's loss does not.
+    ratio = shifted["actor/policy_loss"] / plain["actor/policy_loss"]
+    assert ratio == pytest.approx(min(weight, 1.01), rel=1e-3)
+    assert shifted["critic/value_loss"] == plain["critic/value_loss"]
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+def test_without_learning_rate_nothing_moves(make_actor, make_config, give_batch, algorithm):
+    grpo = ("algorithm.adv_type=grpo", "algorithm.loss_type=actor", "algorithm.group_size=2")
+    actor = make_actor(make_config(*CORRECTION, *NO_LEARNING, *(grpo if algorithm == "grpo" else ())))
+    before = parameters(actor)
+    for _ in range(3):
+        give_batch(actor)
+        metrics = step(actor)
+        assert metrics["actor/approx_kl"] == 0.0
+        assert metrics["actor/clip_fraction"] == 0.0
+        assert metrics["actor/first_update/ratio_max_dev"] == 0.0
+    after = parameters(actor)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_with_both_flags_off_it_is_stock_rlinf(make_actor, make_config, give_batch):
+    cfg = make_config("algorithm.update_epoch=2")
+    results = []
+    for stock in (True, False):
+        actor = make_actor(cfg, stock=stock)
+        metrics = []
+        for _ in range(2):
+            give_batch(actor)
+            metrics.append((actor.compute_advantages_and_returns(), actor.run_training()))
+        results.append((metrics, parameters(actor)))
+    (stock_metrics, stock_parameters), (metrics, ours) = results
+    np.testing.assert_equal(metrics, stock_metrics)  # exact; NaN (a variance of one sample) equals NaN
+    assert all(torch.equal(ours[name], stock_parameters[name]) for name in stock_parameters)
+    moved = sum(not torch.equal(ours[n], p) for n, p in parameters(make_actor(cfg)).items())
+    assert moved > 10
+
+
+def test_the_timer_runs_once_per_step(make_actor, make_config, give_batch):
+    actor = make_actor(make_config(*CORRECTION))
+    give_batch(actor)
+    step(actor)
+    times = actor.pop_execution_times()
+    assert 0 < times["actor/recompute_logprobs"] <= times["actor/recompute_logprobs"] + times["actor/compute_adv"]
+    assert times["run_training"] > 0
+    off = make_actor(make_config())
+    off._timer_metrics = {}
+    give_batch(off)
+    off.compute_advantages_and_returns()
+    assert "actor/recompute_logprobs" not in off.pop_execution_times()
+
+
+def test_offloaded_weights_are_loaded_first(make_actor, make_config, give_batch, monkeypatch):
+    actor = make_actor(make_config(*CORRECTION, "actor.enable_offload=true"))
+    assert actor.is_weight_offloaded
+    loads = []
+    original = actor.load_param_and_grad
+    monkeypatch.setattr(actor, "load_param_and_grad", lambda *a: (loads.append(a), original(*a)))
+    give_batch(actor)
+    metrics = step(actor)
+    assert len(loads) == 1
+    assert metrics["actor/first_update/ratio_max_dev"] == 0.0
+
+
+def test_the_actors_values_replace_the_rollouts(make_actor, make_config, give_batch):
+    actor = make_actor(make_config(*CORRECTION, "rollout.phyai.value_source=actor"))
+    by_rollout = make_actor(make_config(*CORRECTION))
+    # The critic of both actors starts from the same seed as the model that recorded the batch.
+    batch = give_batch(by_rollout)
+    by_rollout.compute_advantages_and_returns()
+    expected = by_rollout.rollout_batch["advantages"]
+
+    values = batch["prev_values"].clone()
+    values[:-1] = torch.nan  # the rollout computed none but the last
+    give_batch(actor, prev_values=values)
+    actor.compute_advantages_and_returns()
+    torch.testing.assert_close(actor.rollout_batch["advantages"], expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(actor.rollout_batch["prev_values"], batch["prev_values"], rtol=1e-5, atol=1e-5)
+    assert math.isnan(actor.run_training()["actor/rollout_train_value_gap"])
+    assert by_rollout.run_training()["actor/rollout_train_value_gap"] < 1e-5
+
+
+def test_a_missing_value_stops_before_gae(make_actor, make_config, give_batch):
+    actor = make_actor(make_config())
+    batch = give_batch(actor)
+    batch["prev_values"][1, 2] = torch.nan
+    with pytest.raises(ValueError, match=r"NaN at chunk steps \[1\].*value_source"):
+        actor.compute_advantages_and_returns()
+
+
+def test_bucket_sync_leaves_out_the_experts_language_head(make_actor, make_config):
+    stock, ours = make_actor(make_config(), stock=True), make_actor(make_config())
+    left_out = set(stock.param_names_need_sync) - set(ours.param_names_need_sync)
+    assert left_out == {"paligemma_with_expert.gemma_expert.lm_head.weight"}
+
+
+def test_confirms_the_class_that_runs(make_actor, make_config):
+    confirmed = make_actor(make_config()).confirm_backend()
+    assert set(confirmed) == {"module", "class", "version"}
+
+
+def test_config_of_the_worker_names_the_corrected_loss(make_config):
+    from rlinf_phyai.actor.correction import CorrectionConfig
+    from rlinf_phyai.actor.worker import corrected_config
+
+    cfg = make_config(*CORRECTION)
+    corrected = corrected_config(cfg, CorrectionConfig.from_config(cfg))
+    assert (corrected.algorithm.loss_type, cfg.algorithm.loss_type) == ("phyai_actor_critic", "actor_critic")
+    off = make_config()
+    assert corrected_config(off, CorrectionConfig.from_config(off)) is off
+    unknown = make_config(*CORRECTION, "algorithm.loss_type=decoupled_actor_critic")
+    with pytest.raises(ValueError, match=r"'decoupled_actor_critic'.*actor_critic, actor"):
+        corrected_config(unknown, CorrectionConfig.from_config(unknown))
