@@ -114,8 +114,10 @@ class Engine:
             return model.scheduler.value(checked, self._run)
 
     def _check_value_head(self) -> None:
-        missing = [name for name in self.load_report.optional if name.startswith("value_head.")]
-        if self.model_config.value_mode is not None and missing:
+        assert self._model is not None
+        # A tensor that nobody wrote has version 0; RLinf's patch syncer writes in place, past the load report.
+        head = self._model.weights.value_head
+        if self.model_config.value_mode is not None and any(t._version == 0 for layer in head for t in layer):
             raise RequestError(
                 "the critic has no weights yet: the checkpoint holds no value_head.*; send them by a weight update first, or set "
                 "compute_value=False."

@@ -15,6 +15,7 @@ from rlinf.scheduler import Channel, Worker
 from rlinf.workers.rollout.hf.huggingface_worker import MultiStepRolloutWorker
 
 from rlinf_phyai import __version__
+from rlinf_phyai.checksum import Checksum
 from rlinf_phyai.rollout.build import build_policy
 from rlinf_phyai.rollout.policy import PhyaiPolicy
 
@@ -117,6 +118,10 @@ class PhyaiRolloutWorker(MultiStepRolloutWorker):
         except BaseException:
             self.version = before
             raise
+
+    def parameter_checksums(self) -> dict[str, Checksum]:
+        """One checksum per parameter, for the comparison with the actor after the first sync."""
+        return self.hf_model.parameter_checksums()
 
     def offload_model(self) -> None:
         """Refused."""
