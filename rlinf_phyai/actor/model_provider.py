@@ -7,14 +7,13 @@ model class and RLinf's own loader, in float32. Any other checkpoint goes to RLi
 """
 
 import contextlib
-import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig
 from openpi.models_pytorch.gemma_pytorch import PaliGemmaWithExpertModel
 from rlinf.models.embodiment.modules.value_head import ValueHead
 from rlinf.models.embodiment.openpi import get_model as rlinf_get_model
@@ -25,12 +24,13 @@ from transformers import GemmaForCausalLM, PaliGemmaForConditionalGeneration
 from transformers.modeling_utils import no_init_weights
 from transformers.models.auto import CONFIG_MAPPING
 
+from rlinf_phyai.checkpoint_setup import own_tokenizer, with_stated_sizes
 from rlinf_phyai.errors import CheckpointError
-from rlinf_phyai.models.pi05.tiny import TOKENIZER_FILE, GemmaSizes, TinyConfig, read_tiny_config
+from rlinf_phyai.models.pi05.tiny import GemmaSizes, TinyConfig, read_tiny_config
 
 _CAMERAS = 3  # of the reference model; unused ones are masked
 
-# RLinf's loader looks its model class and the tokenizer's place up in process-wide names; one build at a time changes them.
+# RLinf's loader looks its model class up in a process-wide name; one build at a time changes it.
 _BUILD_LOCK = threading.RLock()
 
 
@@ -51,13 +51,9 @@ def build_openpi(cfg: DictConfig, torch_dtype: torch.dtype | None = None) -> nn.
     if sizes is None:
         return rlinf_get_model(cfg, torch_dtype)
 
-    cfg = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
-    with open_dict(cfg):
-        cfg.openpi.max_token_len = sizes.tokenizer_max_length
-        cfg.openpi.action_horizon = sizes.action_horizon
     checkpoint_dir = Path(str(cfg.model_path))
-    with _model_class(_sized(sizes)), _tokenizer_of(checkpoint_dir):
-        model = rlinf_get_model(cfg, torch_dtype)
+    with _model_class(_sized(sizes)), own_tokenizer(checkpoint_dir):
+        model = rlinf_get_model(with_stated_sizes(cfg), torch_dtype)
     _check_names(model, checkpoint_dir)
     return model
 
@@ -72,24 +68,6 @@ def _model_class(cls: type[nn.Module]) -> Iterator[None]:
             yield
         finally:
             openpi_action_model.OpenPi0ForRLActionPrediction = original
-
-
-@contextlib.contextmanager
-def _tokenizer_of(checkpoint_dir: Path) -> Iterator[None]:
-    """Let openpi find the tokenizer that the checkpoint brings along, if it does."""
-    if not (checkpoint_dir / TOKENIZER_FILE).is_file():
-        yield
-        return
-    with _BUILD_LOCK:
-        original = os.environ.get("OPENPI_DATA_HOME")
-        os.environ["OPENPI_DATA_HOME"] = str(checkpoint_dir.resolve())
-        try:
-            yield
-        finally:
-            if original is None:
-                del os.environ["OPENPI_DATA_HOME"]
-            else:
-                os.environ["OPENPI_DATA_HOME"] = original
 
 
 def _check_names(model: nn.Module, checkpoint_dir: Path) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from omegaconf import DictConfig
 
+from rlinf_phyai.checkpoint_setup import own_tokenizer, with_stated_sizes
 from rlinf_phyai.models.pi05.processor import NormStats, PI05Processor, ProcessorOptions
 from rlinf_phyai.models.pi05.tokenizer import PromptTokenizer
 
@@ -51,6 +52,7 @@ def load_openpi_setup(model_config: DictConfig) -> OpenPiSetup:
     from rlinf.models.embodiment.openpi.dataconfig import get_openpi_config
     from rlinf.models.embodiment.openpi.openpi_action_model import OpenPi0Config
 
+    model_config = with_stated_sizes(model_config)
     train_config = get_openpi_config(
         model_config.openpi.get("config_name"),
         model_path=model_config.model_path,
@@ -58,7 +60,8 @@ def load_openpi_setup(model_config: DictConfig) -> OpenPiSetup:
     )
     config = OpenPi0Config(**train_config.model.__dict__)
     config.__dict__.update(model_config.openpi)  # the dataclass is frozen; RLinf sets its fields this way
-    data = train_config.data.create(train_config.assets_dirs, config)
+    with own_tokenizer(str(model_config.model_path)):
+        data = train_config.data.create(train_config.assets_dirs, config)
     if data.asset_id is None:
         raise ValueError(f"data config {config.config_name!r} names no asset id, so its statistics cannot be found")
     directory = Path(str(model_config.model_path)).expanduser()

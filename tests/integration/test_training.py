@@ -91,7 +91,7 @@ def test_prompts_of_real_tasks_are_in_the_batch(recorded_run: Run) -> None:
     inputs = load(recorded_run.record_dir / "batch_0.pt")["forward_inputs"]
     tokens, mask = inputs["tokenized_prompt"].flatten(0, 1), inputs["tokenized_prompt_mask"].flatten(0, 1)
     lengths = mask.sum(-1)
-    assert ((5 < lengths) & (lengths < 40)).all()
+    assert ((lengths > 5) & (lengths < 40)).all()
     assert (tokens[~mask] == 0).all()
     assert (mask == (torch.arange(mask.shape[1]) < lengths[:, None])).all()
 
