@@ -8,7 +8,7 @@ layouts that RLinf's runner writes (``[actor/]model_state_dict/full_weights.pt``
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,6 +32,7 @@ _ROOTS = (
     "value_head.",
 )
 _PALIGEMMA = "paligemma_with_expert.paligemma."
+_NOT_WEIGHTS = ("policy_preprocessor", "policy_postprocessor")
 _OLD_NESTING = (  # transformers < 4.52
     (f"{_PALIGEMMA}language_model.lm_head.", f"{_PALIGEMMA}lm_head."),
     (f"{_PALIGEMMA}language_model.model.", f"{_PALIGEMMA}model.language_model."),
@@ -89,7 +90,8 @@ def weight_files(checkpoint_dir: str | Path) -> list[Path]:
     for relative in ("model_state_dict/full_weights.pt", "actor/model_state_dict/full_weights.pt"):
         if (directory / relative).is_file():
             return [directory / relative]
-    files = sorted(directory.glob("*.safetensors"))
+    # LeRobot keeps the state of its normalisers in safetensors files beside the weights.
+    files = sorted(f for f in directory.glob("*.safetensors") if not f.name.startswith(_NOT_WEIGHTS))
     if not files:
         raise CheckpointError(
             f"checkpoint directory {directory} holds no *.safetensors, no model_state_dict/full_weights.pt and no "
@@ -128,20 +130,54 @@ def iterate_tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
 
 
 def tensor_shapes(checkpoint_dir: str | Path) -> dict[str, tuple[int, ...]]:
-    """Canonical names and shapes, without reading the weights of safetensors files."""
+    """Canonical names and shapes, without reading the weights of safetensors files.
+
+    Raises:
+        CheckpointError: no PI0.5 model, a parameter that comes twice, or one that is no floating-point tensor.
+    """
     shapes: dict[str, tuple[int, ...]] = {}
     for file in weight_files(checkpoint_dir):
-        if file.suffix == ".pt":
-            shapes |= {canonical_name(name): tuple(tensor.shape) for name, tensor in load_state_file(file).items()}
-            continue
-        with _open(file) as handle:
-            shapes |= {canonical_name(name): tuple(handle.get_slice(name).get_shape()) for name in handle.keys()}  # noqa: SIM118
+        add_shapes(shapes, _headers(file), f"weights file {file}")
     if "action_in_proj.weight" not in shapes or "time_mlp_in.weight" not in shapes:
         raise CheckpointError(
             f"{checkpoint_dir} holds no PI0.5 model: action_in_proj.weight or time_mlp_in.weight is missing "
             f"(found {len(shapes)} tensors, for example {sorted(shapes)[:3]}). PI0 checkpoints are not supported."
         )
     return shapes
+
+
+def add_shapes(
+    shapes: dict[str, tuple[int, ...]], headers: Iterable[tuple[str, tuple[int, ...], str, bool]], where: str
+) -> None:
+    """Adds (name, shape, dtype, is floating point) entries to ``shapes`` under their canonical names.
+
+    Raises:
+        CheckpointError: two names that mean the same parameter, or a parameter of an integer type.
+    """
+    for name, shape, dtype, is_float in headers:
+        target = canonical_name(name)
+        if target in shapes:
+            raise CheckpointError(f"{where} holds {target} twice (once as {name}); remove one of the two.")
+        if not is_float:
+            raise CheckpointError(f"{where} holds {name} with dtype {dtype}; parameters are floating-point tensors.")
+        shapes[target] = shape
+
+
+def _headers(file: Path) -> Iterator[tuple[str, tuple[int, ...], str, bool]]:
+    if file.suffix == ".pt":
+        yield from tensor_headers(load_state_file(file))
+        return
+    with _open(file) as handle:
+        for name in handle.keys():  # noqa: SIM118 (not a dict)
+            part = handle.get_slice(name)
+            dtype = part.get_dtype()  # safetensors' own spelling, such as BF16 or I32
+            yield name, tuple(part.get_shape()), dtype, "F" in dtype
+
+
+def tensor_headers(state: Mapping[str, Tensor]) -> Iterator[tuple[str, tuple[int, ...], str, bool]]:
+    """(name, shape, dtype, is floating point) of a state dict."""
+    for name, tensor in state.items():
+        yield name, tuple(tensor.shape), str(tensor.dtype), tensor.is_floating_point()
 
 
 def _open(file: Path):  # type: ignore[no-untyped-def]

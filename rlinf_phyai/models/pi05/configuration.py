@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from rlinf_phyai.errors import CheckpointError
+
 VALUE_MODES = ("mean_token", "last_token", "first_token", "expert")
 """Critic inputs: three poolings of the prefix output (critic after the VLM), or the expert's output per denoise step."""
 
@@ -118,14 +120,19 @@ class PI05Config:
         """Sizes of the checkpoint in a directory (see the module's docstring).
 
         Raises:
-            CheckpointError: no weights found, or they are no PI0.5 model.
+            CheckpointError: no weights found, they are no PI0.5 model, or ``config.json`` is broken.
         """
         from rlinf_phyai.models.pi05.checkpoint import tensor_shapes
 
         directory = Path(checkpoint_dir)
-        file = directory / "config.json"
-        content = json.loads(file.read_text()) if file.is_file() else {}
-        return infer_config(tensor_shapes(directory), content)
+        shapes = tensor_shapes(directory)
+        content = _read_json(directory / "config.json")
+        try:
+            return infer_config(shapes, content)
+        except KeyError as error:
+            raise CheckpointError(
+                f"checkpoint {directory} lacks {error.args[0]}, which tells the model's sizes."
+            ) from error
 
     def with_overrides(self, **overrides: Any) -> PI05Config:
         """A copy in which every override that is not None replaces the field of that name."""
@@ -136,7 +143,12 @@ def infer_config(shapes: Mapping[str, tuple[int, ...]], content: Mapping[str, An
     """Sizes from canonical tensor names with shapes and the content of ``config.json``."""
     own = content.get("rlinf_phyai")
     if own is not None:
-        return _from_own(own, shapes)
+        try:
+            return _from_own(own, shapes)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"config.json: the key rlinf_phyai does not describe a PI0.5 model ({type(error).__name__}: {error})."
+            ) from error
     vlm, expert = "paligemma_with_expert.paligemma.model.", "paligemma_with_expert.gemma_expert.model."
     tower = f"{vlm}vision_tower.vision_model."
     hidden, _, patch, _ = shapes[f"{tower}embeddings.patch_embedding.weight"]
@@ -167,6 +179,18 @@ def infer_config(shapes: Mapping[str, tuple[int, ...]], content: Mapping[str, An
     return PI05Config(**fields, **_value_head(shapes, fields["prefix"].width))
 
 
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text())
+    except ValueError as error:
+        raise CheckpointError(f"{file} is not valid JSON: {error}.") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file} holds a {type(content).__name__}; an object is expected.")
+    return content
+
+
 def _from_own(own: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> PI05Config:
     prefix = GemmaConfig(**own["prefix"])
     fields: dict[str, Any] = {
@@ -185,7 +209,7 @@ def _from_own(own: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> 
 
 
 def _depth(shapes: Mapping[str, tuple[int, ...]], stem: str) -> int:
-    return 1 + max(int(name[len(stem) :].split(".", 1)[0]) for name in shapes if name.startswith(stem))
+    return 1 + max((int(name[len(stem) :].split(".", 1)[0]) for name in shapes if name.startswith(stem)), default=0)
 
 
 def _gemma(shapes: Mapping[str, tuple[int, ...]], stem: str) -> GemmaConfig:

@@ -15,9 +15,11 @@ from rlinf_phyai.models.pi05.checkpoint import (
     EMBEDDING,
     LM_HEAD,
     LoadReport,
+    add_shapes,
     canonical_name,
     iterate_tensors,
     load_state_file,
+    tensor_headers,
     tensor_shapes,
     weight_files,
 )
@@ -76,16 +78,6 @@ def plan_load(
     return report
 
 
-def _canonical_shapes(tensors: Mapping[str, Tensor], where: str) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, tensor in tensors.items():
-        target = canonical_name(name)
-        if target in shapes:
-            raise CheckpointError(f"{where} holds {target} twice (once as {name}).")
-        shapes[target] = tuple(tensor.shape)
-    return shapes
-
-
 @torch.no_grad()
 def _write(
     weights: PI05Weights, tensors: Iterable[tuple[str, Tensor]], report: LoadReport, progress: bool, where: str
@@ -128,11 +120,17 @@ def load_checkpoint(
     if extra is not None:
         where = f"weights file {extra}"
         state = load_state_file(extra)
-        top = plan_load(weights.views, _canonical_shapes(state, where), weights.is_optional, subset=True, where=where)
+        shapes: dict[str, tuple[int, ...]] = {}
+        add_shapes(shapes, tensor_headers(state), where)
+        top = plan_load(weights.views, shapes, weights.is_optional, subset=True, where=where)
         if not top.loaded:
             raise CheckpointError(f"{where} holds no parameter of the model.")
         _write(weights, state.items(), top, progress, where)
         report.optional = [name for name in report.optional if name not in top.loaded]
         report.casts += top.casts
         report.loaded = sorted(set(report.loaded) | set(top.loaded))
+        where = f"{where} on top of checkpoint {checkpoint_dir}"
+    absent = len(report.optional)
+    if 0 < absent < sum(map(weights.is_optional, weights.views)):
+        raise CheckpointError(f"{where} holds a part of the critic only; missing: {_some(report.optional)}.")
     return report

@@ -116,7 +116,9 @@ def _expect(name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[tor
     if tensor.dtype not in dtypes:
         raise RequestError(f"{name} has dtype {tensor.dtype}; allowed: {', '.join(map(str, dtypes))}.")
     if tensor.is_meta:
-        raise RequestError(f"{name} is a meta tensor, which holds no data; pass a tensor on the CPU or on the engine's device.")
+        raise RequestError(
+            f"{name} is a meta tensor, which holds no data; pass a tensor on the CPU or on the engine's device."
+        )
 
 
 def _used_cameras(request: PI05Request, config: PI05Config) -> list[int]:

@@ -163,7 +163,12 @@ def random_state(sizes: PI05Sizes, seed: int = 0) -> dict[str, Tensor]:
 
 def config_json(sizes: PI05Sizes) -> dict[str, Any]:
     """``config.json`` with the sizes that tensor shapes do not tell."""
-    gemma = {"depth": sizes.layers, "num_heads": sizes.heads, "num_kv_heads": sizes.kv_heads, "head_dim": sizes.head_dim}
+    gemma = {
+        "depth": sizes.layers,
+        "num_heads": sizes.heads,
+        "num_kv_heads": sizes.kv_heads,
+        "head_dim": sizes.head_dim,
+    }
     own = {
         "vision": {
             "hidden_size": sizes.vision_width,
@@ -194,7 +199,9 @@ def write_checkpoint(
     """Writes ``model.safetensors`` (every name under ``prefix``, without ``drop``) and ``config.json``."""
     directory.mkdir(parents=True, exist_ok=True)
     dropped = set(drop)
-    tensors = {prefix + name: value.detach().clone().contiguous() for name, value in state.items() if name not in dropped}
+    tensors = {
+        prefix + name: value.detach().clone().contiguous() for name, value in state.items() if name not in dropped
+    }
     save_file(tensors, directory / "model.safetensors")
     (directory / "config.json").write_text(json.dumps(config_json(sizes), indent=2))
     return directory

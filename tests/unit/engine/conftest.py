@@ -57,7 +57,7 @@ def target(request: pytest.FixtureRequest) -> Target:
 
 def build_engine(
     checkpoint: Path,
-    target: Target = Target(),  # noqa: B008 (immutable)
+    target: Target = Target(),
     max_batch_size: int = 4,
     runtime: dict[str, Any] | None = None,
     **args: Any,
@@ -67,7 +67,9 @@ def build_engine(
     return Engine(
         EngineArgs(
             plugin="pi05",
-            plugin_args=PI05Args(checkpoint_dir=checkpoint, max_batch_size=max_batch_size, **({"num_steps": STEPS} | args)),
+            plugin_args=PI05Args(
+                checkpoint_dir=checkpoint, max_batch_size=max_batch_size, **({"num_steps": STEPS} | args)
+            ),
             config=EngineConfig(
                 device=DeviceConfig(target=target.device, params_dtype=target.dtype), runtime=RuntimeConfig(**options)
             ),

@@ -42,7 +42,11 @@ def test_calls_in_between_leave_no_trace(make_engine: MakeEngine, target: Target
     """Other batch sizes, step counts, prompts, cameras and drawn noises share buffers with the repeated call."""
     engine = make_engine(target=target)
     first = rollout_tensors(engine, rollout_request())
-    for options in ({"batch": 4, "seed": 1}, {"batch": 1, "num_steps": 1, "sde_step": 0}, {"batch": 3, "sde_step": None}):
+    for options in (
+        {"batch": 4, "seed": 1},
+        {"batch": 1, "num_steps": 1, "sde_step": 0},
+        {"batch": 3, "sde_step": None},
+    ):
         rollout_tensors(engine, rollout_request(**options))
         rollout_tensors(engine, without_noise(**options))
     engine.step(step_request(batch=3, cameras=3))
@@ -103,7 +107,9 @@ def test_drawn_noise_can_be_replayed_from_the_output(make_engine: MakeEngine) ->
     request = without_noise(sde_step=None)
     sampled = rollout_tensors(engine, request)
     # logp = -ln(std) - ln(2 pi)/2 - eps^2/2 gives |eps|; compare with the chain's own by rescoring the first step.
-    repeated = rollout_tensors(engine, replace(request, noise=sampled["chains"][:, 0], step_noise=torch.zeros(2, STEPS, 6, 8)))
+    repeated = rollout_tensors(
+        engine, replace(request, noise=sampled["chains"][:, 0], step_noise=torch.zeros(2, STEPS, 6, 8))
+    )
     assert torch.equal(repeated["chains"][:, 0], sampled["chains"][:, 0])
     std = 0.6 * (1 / STEPS) ** 0.5
     eps = (sampled["chains"][:, 1] - repeated["chains"][:, 1]) / std

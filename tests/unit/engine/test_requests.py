@@ -92,9 +92,7 @@ def test_step_refuses(name: str, change: dict[str, Any], make_engine: MakeEngine
     engine.step(step_request())
 
 
-@pytest.mark.parametrize(
-    "name, change", BAD_FIELDS + BAD_ROLLOUT_FIELDS, ids=ids_of(BAD_FIELDS + BAD_ROLLOUT_FIELDS)
-)
+@pytest.mark.parametrize("name, change", BAD_FIELDS + BAD_ROLLOUT_FIELDS, ids=ids_of(BAD_FIELDS + BAD_ROLLOUT_FIELDS))
 def test_rollout_step_refuses(name: str, change: dict[str, Any], make_engine: MakeEngine) -> None:
     engine = make_engine()
     with pytest.raises(RequestError, match=name):

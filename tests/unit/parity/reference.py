@@ -197,14 +197,14 @@ class Reference:
             **options,
         )
         precision = torch.get_float32_matmul_precision()
-        threads_state = torch.get_rng_state()
+        random_state = torch.get_rng_state()
         try:
             with _patched_sizes(sizes):
                 self.model = openpi_action_model.OpenPi0ForRLActionPrediction(config).float().eval()
         finally:
             # openpi's constructor sets a process-wide precision, and initialisation draws from the global generator.
             torch.set_float32_matmul_precision(precision)
-            torch.set_rng_state(threads_state)
+            torch.set_rng_state(random_state)
         self.model.requires_grad_(False)
         fill_parameters(dict(self.model.named_parameters()), seed)
         write_checkpoint(directory, self.state_dict(), sizes)
@@ -236,12 +236,11 @@ class Reference:
 
     def sample(self, batch: Batch, step: int | None, mode: str = "train", **options: Any) -> ReferenceOutput:
         """RLinf's ``sample_actions`` with this batch's noises; ``step`` is the SDE step that its ``random`` draws."""
-        drawn: list[tuple[int, int]] = []
         position = iter(range(batch.step_noise.shape[1]))
 
         def randint(low: int, high: int) -> int:
-            drawn.append((low, high))
-            assert step is not None and low <= step <= high, f"step {step} outside RLinf's own range {low}..{high}"
+            assert step is not None, "RLinf draws a step in this mode"
+            assert low <= step <= high, f"step {step} is outside RLinf's own range {low}..{high}"
             return step
 
         def sample_noise(shape: Any, device: Any) -> Tensor:

@@ -79,7 +79,9 @@ def test_exact_gelu_in_the_gemma_stacks(setup: Setup, monkeypatch: pytest.Monkey
 
 
 def test_pooling_over_valid_tokens_only(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
-    def valid_only(mode: Any, output: Tensor, padded: Tensor, lengths: Tensor, padding: Tensor, valid: Tensor) -> Tensor:
+    def valid_only(
+        mode: Any, output: Tensor, padded: Tensor, lengths: Tensor, padding: Tensor, valid: Tensor
+    ) -> Tensor:
         return torch.where(valid, output, 0).sum(dim=1) / lengths[:, None]
 
     engine = patched_engine(setup, monkeypatch, value_module, "_pool", valid_only)
@@ -118,7 +120,9 @@ def test_one_prompt_token_too_few(setup: Setup, engines: Callable[..., Engine]) 
     shorter = setup[1].lang_lens - 1
     ids = setup[1].input_ids.clone()
     ids[torch.arange(2), shorter] = 0
-    assert_noticed(measured(setup, engines("mean_token"), lang_lens=shorter, input_ids=ids), "values", "actions", "rescored")
+    assert_noticed(
+        measured(setup, engines("mean_token"), lang_lens=shorter, input_ids=ids), "values", "actions", "rescored"
+    )
 
 
 def test_suffix_that_sees_padded_prompt_slots(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +143,11 @@ def test_flow_sde_without_its_drift_term(setup: Setup, monkeypatch: pytest.Monke
         _, log_prob = original(x, velocity, noise, sigma, time, delta)
         return mean + noise * (sigma * delta**0.5)[:, None, None], log_prob
 
-    assert_noticed(measured(setup, patched_engine(setup, monkeypatch, torch_ops, "denoise_update", ode_mean)), "actions", "rescored")
+    assert_noticed(
+        measured(setup, patched_engine(setup, monkeypatch, torch_ops, "denoise_update", ode_mean)),
+        "actions",
+        "rescored",
+    )
 
 
 def test_log_prob_without_its_normaliser(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,4 +160,3 @@ def test_log_prob_without_its_normaliser(setup: Setup, monkeypatch: pytest.Monke
     found = measured(setup, patched_engine(setup, monkeypatch, torch_ops, "denoise_update", unnormalised))
     assert_noticed(found, "log_probs", "rescored")
     assert found["actions"] <= CASE.tolerance
-

@@ -126,7 +126,9 @@ def test_step_equals_the_actors_deterministic_sampling(
     assert found["actions"] <= case.tolerance
 
 
-def test_value_by_the_prefix_alone_equals_the_actors(vlm_reference: Reference, engines: Engines, measure: Measure) -> None:
+def test_value_by_the_prefix_alone_equals_the_actors(
+    vlm_reference: Reference, engines: Engines, measure: Measure
+) -> None:
     case = Case((16, 1, 200), 1, EVAL)
     batch = case.batch(vlm_reference.sizes.vocab)
     request = PI05Request(batch.pixels[:, :2], batch.input_ids, batch.lang_lens)
