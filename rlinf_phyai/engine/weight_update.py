@@ -62,6 +62,19 @@ class Parameters(Protocol):
     def is_optional(self, name: str) -> bool: ...
 
 
+class _NoParameters:
+    """What a closed engine holds: nothing that keeps memory alive."""
+
+    def __init__(self) -> None:
+        self.views: dict[str, Tensor] = {}
+
+    def write_counters(self) -> tuple[int, ...]:
+        return ()
+
+    def is_optional(self, name: str) -> bool:
+        return False
+
+
 class WeightUpdater:
     """The state machine. It is not thread-safe: the engine calls it under its lock.
 
@@ -255,6 +268,7 @@ class WeightUpdater:
             self._leave(self._is_dirty(), reason)
 
     def close(self) -> None:
-        """Ends a session and refuses everything from now on."""
+        """Ends a session, lets go of the weights and refuses everything from now on."""
         self._report = LoadReport()
+        self._parameters, self._refresh = _NoParameters(), lambda: None
         self._state = UpdateState.CLOSED
