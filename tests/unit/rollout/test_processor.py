@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from rlinf_phyai.models.pi05.processor import NormStats, PI05Processor, ProcessorOptions, load_norm_stats
-from rlinf_phyai.models.pi05.resize import PilBilinearResize, _columns_first, _resample
+from rlinf_phyai.models.pi05.resize import PilBilinearResize, _columns_first, resample
 from rlinf_phyai.models.pi05.tokenizer import PromptTokenizer
 
 from .conftest import SENTENCES
@@ -50,20 +50,23 @@ def test_resize_to_224_equals_openpi(height: int, width: int) -> None:
 
     images = np.random.default_rng(height * width).integers(0, 256, (2, height, width, 3), dtype=np.uint8)
     wanted = resize_with_pad(images, 224, 224)
-    found = PilBilinearResize(224, 224)(torch.from_numpy(images))
+    found = PilBilinearResize(224, 224, use_pillow=False)(torch.from_numpy(images))
     assert found.shape == (2, 3, 224, 224)
     assert found.dtype == torch.uint8
     np.testing.assert_array_equal(found.permute(0, 2, 3, 1).numpy(), wanted)
 
 
-def test_resize_to_other_sizes_equals_openpi() -> None:
+@pytest.mark.parametrize("use_pillow", [False, True])
+def test_resize_to_other_sizes_equals_openpi(use_pillow: bool) -> None:
     from openpi_client.image_tools import resize_with_pad
 
     numbers = np.random.default_rng(1)
     for _ in range(12):
         height, width, out_height, out_width = (int(n) for n in numbers.integers(20, 200, 4))
         images = numbers.integers(0, 256, (1, height, width, 3), dtype=np.uint8)
-        found = PilBilinearResize(out_height, out_width)(torch.from_numpy(images)).permute(0, 2, 3, 1).numpy()
+        found = (
+            PilBilinearResize(out_height, out_width, use_pillow)(torch.from_numpy(images)).permute(0, 2, 3, 1).numpy()
+        )
         np.testing.assert_array_equal(found, resize_with_pad(images, out_height, out_width))
 
 
@@ -71,7 +74,7 @@ def test_the_order_of_the_passes_matters_and_is_taken_from_pillow() -> None:
     pixels = np.random.default_rng(2).integers(0, 256, (256, 256, 3), dtype=np.uint8)
     planes = torch.from_numpy(pixels).permute(2, 0, 1)[None].contiguous()
     wanted = np.asarray(Image.fromarray(pixels).resize((224, 224), Image.Resampling.BILINEAR))
-    orders = [_resample(planes, 224, 224, columns_first=order)[0].permute(1, 2, 0).numpy() for order in (False, True)]
+    orders = [resample(planes, 224, 224, columns_first=order)[0].permute(1, 2, 0).numpy() for order in (False, True)]
     assert (orders[0] != orders[1]).sum() > 1000
     assert not _columns_first((256, 256), (224, 224))
     np.testing.assert_array_equal(orders[0], wanted)
