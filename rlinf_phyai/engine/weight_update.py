@@ -92,6 +92,7 @@ class WeightUpdater:
         self._state = UpdateState.IDLE
         self._reason = ""
         self._committed = parameters.write_counters()
+        self._begun: dict[str, int] = {}
         self._report = LoadReport()
 
     # -- state --
@@ -130,6 +131,10 @@ class WeightUpdater:
     def _is_dirty(self) -> bool:
         return self._state is UpdateState.DIRTY or self._parameters.write_counters() != self._committed
 
+    def _optional_counters(self) -> dict[str, int]:
+        is_optional = self._parameters.is_optional
+        return {name: view._version for name, view in self._parameters.views.items() if is_optional(name)}
+
     # -- session --
 
     def begin(self) -> None:
@@ -141,13 +146,15 @@ class WeightUpdater:
             )
         self.check_usable()
         self._report = LoadReport()
+        self._begun = self._optional_counters()
         self._state = UpdateState.CLEAN
 
     def update(self, batch: Batch) -> None:
         """Writes one batch of (name, tensor); rejects it as a whole before the first write.
 
         Raises:
-            WeightUpdateError: no session, unknown or repeated name, wrong shape, a tensor that is no float.
+            WeightUpdateError: no session, unknown or repeated name, wrong shape, a tensor that is no dense float. An error
+                while writing is passed on and makes the engine unusable.
         """
         self._check_session("update_weights")
         items = list(batch.items()) if isinstance(batch, Mapping) else list(batch)
@@ -155,7 +162,11 @@ class WeightUpdater:
         if not targets:
             return
         self._state = UpdateState.DIRTY
-        _copy(targets)
+        try:
+            _copy(targets)
+        except BaseException as error:
+            self._fail(f"writing weights failed half-way ({type(error).__name__}: {error})")
+            raise
         for name, view, tensor in targets:
             self._report.loaded.append(name)
             if tensor.dtype != view.dtype:
@@ -179,6 +190,8 @@ class WeightUpdater:
                 problems.append(f"{source}: found shape {tuple(tensor.shape)}, expected {tuple(view.shape)}")
             elif not tensor.dtype.is_floating_point:
                 problems.append(f"{source}: found dtype {tensor.dtype}, expected a floating-point type")
+            elif tensor.layout is not torch.strided:
+                problems.append(f"{source}: found a {tensor.layout} tensor, expected a dense one")
             elif tensor.is_meta and not view.is_meta:
                 problems.append(f"{source}: found a meta tensor, which has no data")
             else:
@@ -228,10 +241,9 @@ class WeightUpdater:
                 raise WeightUpdateError(
                     f"version {new_version} is below the present version {self.version}; versions never go back."
                 )
-            if require_all and report.missing:
-                raise WeightUpdateError(
-                    f"require_all: {len(report.missing)} parameters did not come, first {report.missing[:8]}."
-                )
+            absent = report.missing + report.optional
+            if require_all and absent:
+                raise WeightUpdateError(f"require_all: {len(absent)} parameters did not come, first {absent[:8]}.")
             if dirty:
                 self._refresh()
             self._committed = self._parameters.write_counters()
@@ -243,6 +255,9 @@ class WeightUpdater:
         return report
 
     def _complete_report(self, report: LoadReport) -> None:
+        # Optional parameters own their storages, so their counters tell whether a writer filled them through the views.
+        counters = self._optional_counters()
+        report.loaded += [n for n, c in counters.items() if c != self._begun[n] and n not in report.loaded]
         came = set(report.loaded)
         tied_came = bool(came & set(_TIED))
         for name, view in self._parameters.views.items():

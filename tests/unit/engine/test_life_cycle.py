@@ -48,10 +48,9 @@ def test_every_call_on_a_closed_engine_says_so(make_engine: MakeEngine, target: 
     engine.step(step_request())
     engine.close()
     assert engine.state is UpdateState.CLOSED
-    for name, call in calls(engine).items():
+    for call in calls(engine).values():
         with pytest.raises(EngineClosedError, match=r"closed.*build a new one"):
             call()
-            pytest.fail(f"{name} worked on a closed engine")
 
 
 def test_closing_twice_is_fine(make_engine: MakeEngine) -> None:
