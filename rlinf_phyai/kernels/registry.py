@@ -46,7 +46,28 @@ _TORCH = "rlinf_phyai.kernels.torch_ops"
 BACKENDS: dict[str, dict[str, str]] = {op: {"torch": f"{_TORCH}:{op}"} for op in OPERATIONS}
 
 
-BACKENDS["denoise_update"]["triton"] = "rlinf_phyai.kernels.triton_sampler:denoise_update"
+# backend -> module -> {operation: function}; a set when both have the same name
+_MORE: dict[str, dict[str, dict[str, str] | set[str]]] = {
+    "triton": {
+        "triton_sampler": {"denoise_update"},
+        "triton_norms": {
+            "rms_norm", "add_rms_norm", "ada_rms_norm", "add_ada_rms_norm", "layer_norm", "add_layer_norm",
+        },
+        "triton_activations": {"gated_gelu", "linear_gelu"},
+        "triton_rope": {"rope_cache"},
+        "triton_attention": {"attention", "suffix_attention"},
+        "triton_suffix_linear": {"suffix_linear"},
+    },
+    "flash": {"flash": {"attention": "attention", "suffix_attention": "attention", "vision_attention": "vision_attention"}},
+    "cudnn": {"flash": {"attention": "attention_cudnn", "vision_attention": "vision_attention_cudnn"}},
+    "cublaslt": {"triton_activations": {"linear_gelu": "linear_gelu_epilogue"}},
+    "flashinfer": {"flashinfer_ops": {"rms_norm", "gated_gelu"}},
+}  # fmt: skip
+for _backend, _modules in _MORE.items():
+    for _module, _functions in _modules.items():
+        for _op in _functions:
+            _name = _functions[_op] if isinstance(_functions, dict) else _op
+            BACKENDS[_op][_backend] = f"rlinf_phyai.kernels.{_module}:{_name}"
 
 
 class UnknownKernel(ValueError):
@@ -72,7 +93,7 @@ def check_operations(operations: Mapping[str, str]) -> None:
             )
 
 
-def _load(op: str, backend: str, device: torch.device) -> tuple[Op | None, str]:
+def load(op: str, backend: str, device: torch.device) -> tuple[Op | None, str]:
     """The callable, or None and the reason why it cannot run on ``device``."""
     module_name, _, function = BACKENDS[op][backend].partition(":")
     try:
@@ -100,7 +121,7 @@ def resolve(
     used: dict[str, str] = {}
     for op in OPERATIONS:
         backend = operations.get(op, "torch")
-        function, reason = _load(op, backend, device)
+        function, reason = load(op, backend, device)
         if function is None:
             if fallback != "torch":
                 raise UnknownKernel(
@@ -108,7 +129,7 @@ def resolve(
                     f"({', '.join(sorted(BACKENDS[op]))}) or set `fallback: torch` in the policy."
                 )
             backend = "torch"
-            function, _ = _load(op, backend, device)
+            function, _ = load(op, backend, device)
         assert function is not None
         chosen[op], used[op] = function, backend
     return Kernels(**chosen), used

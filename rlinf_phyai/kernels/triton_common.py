@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the Triton kernels share: where they run, and the arithmetic of the actor's activation functions."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+
+def unsupported_reason(device: torch.device) -> str | None:
+    """Why Triton kernels cannot run on ``device``, or None. They need a CUDA device of capability 8.0, or the interpreter."""
+    if triton.knobs.runtime.interpret:
+        return None
+    if device.type != "cuda":
+        return f"Triton kernels need a CUDA device, not {device}"
+    major, minor = torch.cuda.get_device_capability(device)
+    return (
+        None if major >= 8 else f"Triton kernels need compute capability 8.0 (bfloat16), this GPU has {major}.{minor}"
+    )
+
+
+@lru_cache(maxsize=16)
+def multiprocessors(device: torch.device) -> int:
+    """Streaming multiprocessors of a CUDA device; 4 for the interpreter, which only needs some number."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def dot_precision(x: torch.Tensor) -> str:
+    """float32 operands are multiplied in full precision; 16-bit products are exact either way."""
+    return "ieee" if x.element_size() == 4 else "tf32"
+
+
+@triton.jit
+def rounded(x, dtype: tl.constexpr):
+    """float32 value after a round trip through the parameters' type, as eager operations leave it."""
+    return x.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def gelu_tanh(x):
+    """tanh-GELU in float32: ``x * sigmoid(2u)`` equals ``x/2 * (1 + tanh u)`` and does not cancel for negative x."""
+    u = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+    return x / (1.0 + tl.exp(-2.0 * u))

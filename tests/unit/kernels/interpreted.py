@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run by ``test_triton_interpreted.py`` in a process whose Triton interprets kernels on the CPU.
+
+float16 stands in for bfloat16: the interpreter rounds it correctly, so places of rounding can be compared bit by bit.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rlinf_phyai.kernels import expert_layer as composed
+from rlinf_phyai.kernels import torch_ops, triton_attention, triton_expert, triton_gated_gemm, triton_suffix_linear
+from rlinf_phyai.kernels.registry import BACKENDS, load
+from tests.kernel_cases import ONE, OPERATIONS, TINY, Draw, expert_layer_inputs, relative_error, run_both
+
+CPU = torch.device("cpu")
+TYPES = [torch.float32, torch.float16]
+CASES = [case for case, (op, _) in OPERATIONS.items() if "triton" in BACKENDS[op]]
+MAY_DIFFER = {
+    **dict.fromkeys(("rms_norm", "add_rms_norm", "ada_rms_norm", "add_ada_rms_norm"), 0.005),
+    **dict.fromkeys(("layer_norm", "add_layer_norm", "rope_cache"), 0.005),
+    "gated_gelu": 0.1,  # the reference's 1 + tanh cancels in the negative tail
+}
+"""Share of elements that may differ in 16 bits where float32 noise tips a rounding; a rounding left out changes a quarter."""
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("case", CASES)
+def test_operation(case: str, dtype: torch.dtype) -> None:
+    op, make = OPERATIONS[case]
+    kernel, reason = load(op, "triton", CPU)
+    assert kernel is not None, reason
+    for got, want in run_both(op, kernel, make(Draw(TINY, "cpu", dtype))):
+        assert relative_error(got, want) < (1e-6 if dtype == torch.float32 else 1e-3)
+        if dtype != torch.float32 and op in MAY_DIFFER and got.numel():
+            assert (got != want).double().mean() <= MAY_DIFFER[op]
+
+
+@pytest.mark.parametrize("splits", [1, 3, 6])
+def test_attention_does_not_depend_on_the_number_of_splits(splits: int) -> None:
+    q, k, v, lengths, scale = OPERATIONS["attention"][1](Draw(TINY, "cpu", torch.float32))
+    got = triton_attention._run(q, k, v, lengths, scale, 16, 16, splits, 4)
+    assert relative_error(got, torch_ops.attention(q, k, v, lengths, scale)) < 1e-6
+
+
+def test_attention_ignores_masked_slots() -> None:
+    q, k, v, lengths, scale = OPERATIONS["attention"][1](Draw(TINY, "cpu", torch.float32))
+    want = torch_ops.attention(q, k, v, lengths, scale)
+    for b, length in enumerate(lengths.tolist()):
+        k[b, length:], v[b, length:] = torch.nan, torch.nan
+    for kernel in (triton_attention.attention, triton_attention.suffix_attention):
+        assert relative_error(kernel(q, k, v, lengths, scale), want) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(
+    "sizes, sms, rows_inside",
+    [(TINY, 4, 8), (TINY, 64, 64), (ONE, 64, 8)],
+    ids=["norm before", "norm inside", "one sample"],
+)
+def test_expert_layer(
+    sizes: object, dtype: torch.dtype, sms: int, rows_inside: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (triton_expert, triton_attention, triton_suffix_linear):
+        monkeypatch.setattr(module, "multiprocessors", lambda _device: sms)
+    monkeypatch.setattr(triton_expert, "NORM_IN_GEMM_ROWS", rows_inside)
+    x, *arguments = expert_layer_inputs(Draw(sizes, "cpu", dtype))  # type: ignore[arg-type]
+    ours, theirs, counters = x.clone(), x.clone(), triton_expert.new_counters(CPU)
+    for _ in range(2):  # the second run finds the counters as the first one left them
+        triton_expert.expert_layer(ours, *arguments, counters=counters)
+        composed.expert_layer(theirs, *arguments)
+    assert relative_error(ours, theirs) < (2e-6 if dtype == torch.float32 else 5e-3)
+    assert not counters.any()
+
+
+@pytest.mark.parametrize("wide", [True, False])
+def test_gated_gemm(wide: bool) -> None:
+    d = Draw(TINY, "cpu", torch.float32)
+    x, weight = d(40, 64), d(96, 64, scale=0.125)
+    got = triton_gated_gemm.linear_gated_gelu(x, weight, block_m=16, block_n=16, block_k=16, group=2, wide=wide)
+    assert relative_error(got, torch_ops.gated_gelu(torch_ops.linear(x, weight))) < 1e-6
