@@ -20,7 +20,7 @@ _WORDS_PER_CHUNK = 1 << 24  # bounds the scratch memory of a 1 GB embedding tabl
 
 @dataclass(frozen=True)
 class Checksum:
-    """Of one parameter: its dtype, shape and the sum of its 32-bit (or smaller) words, weighted by position, mod 2^64."""
+    """Of one parameter: dtype, shape, and the sum of its 32-bit (or smaller) words weighted by position, mod 2^64."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -53,6 +53,13 @@ def checksums(parameters: Iterable[tuple[str, Tensor]], dtypes: Mapping[str, tor
     return {name: checksum(tensor, dtypes[name]) for name, tensor in parameters if name in dtypes}
 
 
+def common_dtype(stored: torch.dtype, transport: torch.dtype | None) -> torch.dtype:
+    """The type in which both sides hold the same bits: a narrower transport type has rounded the rollout's values."""
+    if transport is None or not stored.is_floating_point or transport.itemsize >= stored.itemsize:
+        return stored
+    return transport
+
+
 def require_equal(actor: Mapping[str, Checksum], rollout: Mapping[str, Checksum]) -> None:
     """Compares all parameters after the first weight sync.
 
@@ -69,7 +76,7 @@ def require_equal(actor: Mapping[str, Checksum], rollout: Mapping[str, Checksum]
     if missing:
         parts.append(f"the actor lacks {len(missing)} parameters of the rollout, first {missing[:4]}")
     raise WeightUpdateError(
-        f"after the first weight sync {'; '.join(parts)}. Only trainable parameters are sent, so the others must come from"
-        " the same files: set runner.ckpt_path to the checkpoint that the actor started from (runner.resume_dir reloads"
-        " the actor alone), and the same model_path for actor and rollout."
+        f"after the first weight sync {'; '.join(parts)}. Only trainable parameters are sent, so the others must"
+        " come from the same files: set runner.ckpt_path to the checkpoint that the actor started from"
+        " (runner.resume_dir reloads the actor alone), and the same model_path for actor and rollout."
     )

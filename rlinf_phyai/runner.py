@@ -11,9 +11,30 @@ from typing import Any
 
 from rlinf.runners.embodied_runner import EmbodiedRunner
 
+from rlinf_phyai.checksum import require_equal
+
 
 class PhyaiRunner(EmbodiedRunner):
-    """Runs the same loop as RLinf's."""
+    """Runs the same loop as RLinf's; after the first weight sync, actor and rollout must hold the same parameters."""
+
+    _weights_compared = False
+
+    def update_rollout_weights(self) -> None:
+        """RLinf's weight sync. The first one is followed by a comparison of all parameters, frozen ones included.
+
+        Raises:
+            WeightUpdateError: parameters differ; the message names them and the settings that cause it.
+        """
+        super().update_rollout_weights()
+        comparable = all(hasattr(group, "parameter_checksums") for group in (self.rollout, self.actor))
+        if self._weights_compared or not comparable:  # RLinf's own workers cannot say what they hold
+            return
+        per_rollout = self.rollout.parameter_checksums().wait()
+        dtypes = {name: found.dtype for name, found in per_rollout[0].items()}
+        actor = self.actor.parameter_checksums(dtypes).wait()[0]
+        for found in per_rollout:
+            require_equal(actor, found)
+        self._weights_compared = True
 
     def init_workers(self) -> None:
         """Start rollout, environment and actor workers as RLinf does, and print which of them are ready."""

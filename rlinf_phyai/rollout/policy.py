@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rlinf_phyai.checksum import Checksum, checksums
+from rlinf_phyai.checksum import Checksum, checksums, common_dtype
 from rlinf_phyai.engine import Engine
 from rlinf_phyai.models.pi05 import PI05Request, PI05RolloutOutput, PI05RolloutRequest
 from rlinf_phyai.rollout.observation import ModelInputs, Transforms
@@ -97,10 +97,14 @@ class PhyaiPolicy:
         """The session that must span a whole weight sync."""
         return self._weights.session()
 
-    def parameter_checksums(self) -> dict[str, Checksum]:
-        """One checksum per parameter that the engine stores."""
+    def parameter_checksums(self, transport: torch.dtype | None = None) -> dict[str, Checksum]:
+        """One checksum per parameter that the engine stores.
+
+        Args:
+            transport: type in which a weight sync sends parameters, where it is not their own.
+        """
         stored = {name: tensor for name, tensor in self.state_dict().items() if not tensor.is_meta}
-        return checksums(stored.items(), {name: tensor.dtype for name, tensor in stored.items()})
+        return checksums(stored.items(), {name: common_dtype(t.dtype, transport) for name, t in stored.items()})
 
     def set_global_step(self, step: int) -> None:
         """Starts the random numbers of a training step."""

@@ -121,7 +121,7 @@ class PhyaiRolloutWorker(MultiStepRolloutWorker):
 
     def parameter_checksums(self) -> dict[str, Checksum]:
         """One checksum per parameter, for the comparison with the actor after the first sync."""
-        return self.hf_model.parameter_checksums()
+        return self.hf_model.parameter_checksums(getattr(self.weight_syncer, "bucket_dtype", None))
 
     def offload_model(self) -> None:
         """Refused."""

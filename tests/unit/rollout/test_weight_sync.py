@@ -353,6 +353,25 @@ def test_checksums_agree_after_a_full_sync_and_name_what_differs(policy, actor) 
         require_equal(checksums(state.items(), dtypes), rollout)
 
 
+def test_checksums_allow_for_a_narrower_transport(policy, actor) -> None:
+    names, state = collect_param_names_need_sync(actor), changed(actor, seed=31)
+    syncer, wire = bucket_syncer(bucket_dtype="bf16"), Wire()
+
+    async def exchange() -> None:
+        await send_bucketed(syncer, wire, state, names, 1)
+        await receive(syncer, wire, policy)
+
+    asyncio.run(exchange())
+    strict, allowing = policy.parameter_checksums(), policy.parameter_checksums(syncer.bucket_dtype)
+    for found in (strict, allowing):
+        mine = checksums(state.items(), {name: entry.dtype for name, entry in found.items()})
+        if found is allowing:
+            require_equal(mine, found)
+        else:
+            with pytest.raises(WeightUpdateError, match="differ between actor and rollout"):
+                require_equal(mine, found)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
 def test_a_checksum_sees_every_bit_and_every_position(dtype: torch.dtype) -> None:
     tensor = torch.arange(1, 8).to(dtype)
