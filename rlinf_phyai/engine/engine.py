@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
@@ -112,6 +112,24 @@ class Engine:
         with self._running(request) as (model, checked):
             self._check_value_head()
             return model.scheduler.value(checked, self._run)
+
+    def stages(self, request: PI05Request) -> dict[str, Callable[[], Any]]:
+        """The parts of :meth:`step` on this request as separate calls, in order: ``vision``, ``prefix``, ``denoise``.
+
+        For latency measurements. Each call repeats its part on what the parts before it left (as a CUDA graph of its own when
+        graphs are on) and raises as :meth:`step`; use them before the next weight update only. The last one gives the actions.
+        """
+        with self._running(request) as (model, checked):
+            programs = model.scheduler.stages(checked, self._run)
+
+        def ordered(program: Callable[[], Any]) -> Callable[[], Any]:
+            def call() -> Any:
+                with self._running(request):
+                    return program()
+
+            return call
+
+        return {name: ordered(program) for name, program in programs.items()}
 
     def _check_value_head(self) -> None:
         assert self._model is not None

@@ -119,8 +119,17 @@ class PI05Scheduler:
 
     def step(self, request: CheckedRequest, run: RunProgram) -> Tensor:
         """Deterministic (ODE) actions [B, H, D]."""
-        shape = self._shape(request, num_steps=self.config.num_steps, stochastic=False, value=False)
-        return self._execute(shape, request, run)["actions"]
+        return self._execute(self.shape_of(request), request, run)["actions"]
+
+    def shape_of(self, request: CheckedRequest) -> Shape:
+        """Sizes of the program that :meth:`step` runs for a request."""
+        return self._shape(request, num_steps=self.config.num_steps, stochastic=False, value=False)
+
+    def stages(self, request: CheckedRequest, run: RunProgram) -> dict[str, Callable[[], Any]]:
+        """The parts of :meth:`step` as separate programs (see ``stages.py``)."""
+        from rlinf_phyai.models.pi05.stages import stage_programs
+
+        return stage_programs(self, request, self._generator, run)
 
     def rollout(self, request: CheckedRequest, compute_value: bool, run: RunProgram) -> PI05RolloutOutput:
         """Sampled actions with chain, log-probabilities and, when asked, values."""
