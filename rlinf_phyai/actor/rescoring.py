@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-Score = Callable[[dict[str, Any]], tuple[torch.Tensor, torch.Tensor | None]]
+Score = Callable[[dict[str, Any]], dict[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -83,36 +83,34 @@ def take(inputs: Mapping[str, Any], step: torch.Tensor, env: torch.Tensor) -> di
 
 def rescore(
     forward_inputs: Mapping[str, Any], plan: BatchPlan, score: Score, *, logprob_shape: torch.Size
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> dict[str, torch.Tensor]:
     """Score every sample of a step.
 
     Args:
         forward_inputs: nested dict of ``[T, B, ...]`` tensors on the CPU.
         plan: micro-batches to use.
-        score: maps a micro-batch of inputs to log-probs ``[b, c, d]`` and values ``[b]`` (or ``None``); called under
-            no_grad.
+        score: maps a micro-batch of inputs to tensors ``[b, ...]``, ``logprobs`` ``[b, c, d]`` among them; called under
+            no_grad, with the same keys every time.
         logprob_shape: ``[T, B, c, d]``, the shape the rollout reported.
 
     Returns:
-        float32 CPU tensors: log-probs ``[T, B, c, d]`` and values ``[T, B]`` or ``None``.
+        for each key a float32 CPU tensor ``[T, B, ...]``.
 
     Raises:
-        ValueError: the scores' shape differs from ``logprob_shape`` (both are named).
+        ValueError: the log-probs' shape differs from ``logprob_shape`` (both are named).
     """
-    logprobs = torch.full(logprob_shape, torch.nan, dtype=torch.float32)
-    values: torch.Tensor | None = None
+    results: dict[str, torch.Tensor] = {}
     with torch.no_grad():
         for step, env in plan.micro_batches():
-            scores, batch_values = score(take(forward_inputs, step, env))
+            scores = score(take(forward_inputs, step, env))
             expected = (step.numel(), *logprob_shape[2:])
-            if tuple(scores.shape) != expected:
+            if tuple(scores["logprobs"].shape) != expected:
                 raise ValueError(
-                    f"the actor scored log-probs of shape {tuple(scores.shape)} per micro-batch, the rollout "
-                    f"reported {expected}: check actor.model.num_action_chunks and actor.model.action_dim."
+                    f"the actor scored log-probs of shape {tuple(scores['logprobs'].shape)} per micro-batch, the "
+                    f"rollout reported {expected}: check actor.model.num_action_chunks and actor.model.action_dim."
                 )
-            logprobs[step, env] = scores.float().cpu()
-            if batch_values is not None:
-                if values is None:
-                    values = torch.full(tuple(logprob_shape[:2]), torch.nan, dtype=torch.float32)
-                values[step, env] = batch_values.float().cpu().reshape(step.numel())
-    return logprobs, values
+            for key, value in scores.items():
+                if key not in results:
+                    results[key] = torch.full((plan.steps, plan.envs, *value.shape[1:]), torch.nan)
+                results[key][step, env] = value.float().cpu()
+    return results

@@ -16,6 +16,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
 from rlinf.hybrid_engines.weight_syncer.bucket_syncer import BucketWeightSyncer
 from rlinf.utils.nested_dict_process import put_tensor_device
+from rlinf.utils.utils import materialize_tensor
 from rlinf.workers.actor.fsdp_actor_worker import EmbodiedFSDPActor
 
 from rlinf_phyai import __version__
@@ -29,8 +30,10 @@ from rlinf_phyai.actor.losses import (
     register_corrected_losses,
 )
 from rlinf_phyai.actor.metrics import CorrectionSums, first_update_metrics
+from rlinf_phyai.actor.model import POOLED_KEY, choose_prefix, use_real_tokens
 from rlinf_phyai.actor.rescoring import BatchPlan, rescore
 from rlinf_phyai.actor.values import actor_values, check_value_source, refuse_missing_values, value_gap_metrics
+from rlinf_phyai.checksum import Checksum, checksums
 
 UNUSED_BY_ACTIONS = ("gemma_expert.lm_head.weight",)
 """Trainable by name only: the action path never reads the expert's language head (0.5 GB at full size)."""
@@ -60,6 +63,14 @@ class PhyaiActorWorker(EmbodiedFSDPActor):
         """Which class really runs in this process: ``module``, ``class`` and the plugin's ``version``."""
         return {"module": type(self).__module__, "class": type(self).__name__, "version": __version__}
 
+    def model_provider_func(self) -> torch.nn.Module:
+        """RLinf's model; its prefix runs on real tokens where ``rollout.phyai.actor_prefix`` says so."""
+        model = super().model_provider_func()
+        choice = OmegaConf.select(self.cfg, "rollout.phyai.actor_prefix", default="auto")
+        self.prefix = choose_prefix(choice, model, self.correction.recompute)
+        self._logger.info(f"actor prefix: {self.prefix} (rollout.phyai.actor_prefix: {choice})")
+        return use_real_tokens(model) if self.prefix == "real_tokens" else model
+
     def setup_model_and_optimizer(self) -> None:
         """As RLinf; afterwards the bucket syncer no longer ships weights that no action depends on.
 
@@ -68,6 +79,20 @@ class PhyaiActorWorker(EmbodiedFSDPActor):
         super().setup_model_and_optimizer()
         if isinstance(self.weight_syncer, BucketWeightSyncer):
             self.param_names_need_sync = [n for n in self.param_names_need_sync if not n.endswith(UNUSED_BY_ACTIONS)]
+
+    def parameter_checksums(self, dtypes: dict[str, torch.dtype]) -> dict[str, Checksum]:
+        """Checksums of the parameters that ``dtypes`` names, each cast to the type named there.
+
+        Every rank must be asked: sharded parameters are gathered one after the other.
+        """
+        offloaded = self.is_weight_offloaded
+        if offloaded:
+            self.load_param_and_grad(self.device, False)
+        state = self.get_rollout_state_dict()
+        found = checksums(((name, materialize_tensor(tensor)) for name, tensor in state.items()), dtypes)
+        if offloaded:
+            self.offload_param_and_grad()
+        return found
 
     # -- before training ---------------------------------------------------------------------------------------------
 
@@ -99,9 +124,12 @@ class PhyaiActorWorker(EmbodiedFSDPActor):
             world_size=self._world_size,
             seed=self.cfg.actor.seed + self._rank,
         )
-        p, values = rescore(batch["forward_inputs"], plan, self._score, logprob_shape=q.shape)
+        scores = rescore(batch["forward_inputs"], plan, self._score, logprob_shape=q.shape)
+        p, values = scores["logprobs"], scores.get("values")
         batch["rollout_logprobs"] = q.float()
         batch["prev_logprobs"] = p
+        if POOLED_KEY in scores:
+            batch["forward_inputs"][POOLED_KEY] = scores[POOLED_KEY]
         if values is not None and self._values_comparable:
             mask = batch.get("loss_mask")
             self._correction_metrics.update(value_gap_metrics(values, batch["prev_values"], mask, self.device))
@@ -113,7 +141,7 @@ class PhyaiActorWorker(EmbodiedFSDPActor):
         self._weight_normalizer = sums.bounded_mean
         self._correction_metrics.update(sums.metrics())
 
-    def _score(self, forward_inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _score(self, forward_inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
         """The forward of RLinf's ``train_micro_batch``, argument by argument."""
         compute_values = self.cfg.algorithm.adv_type == "gae"
         with self.amp_context:
@@ -124,7 +152,8 @@ class PhyaiActorWorker(EmbodiedFSDPActor):
                 compute_values=compute_values,
                 use_cache=False,
             )
-        return output["logprobs"], output.get("values") if compute_values else None
+        wanted = ("logprobs", "values", POOLED_KEY) if compute_values else ("logprobs",)
+        return {key: output[key] for key in wanted if output.get(key) is not None}
 
     # -- training ----------------------------------------------------------------------------------------------------
 

@@ -57,23 +57,13 @@ def test_scores_return_to_their_samples():
     def score(batch):
         assert torch.equal(batch["nested"]["x"][:, 0], batch["id"] * 10)
         assert not torch.is_grad_enabled()
-        return batch["id"].float()[:, None, None].expand(-1, 5, 7) + 0.5, batch["id"].double()
+        return {"logprobs": batch["id"].float()[:, None, None].expand(-1, 5, 7) + 0.5, "values": batch["id"].double()}
 
-    p, values = rescore(inputs, plan(), score, logprob_shape=torch.Size((T, B, 5, 7)))
+    scores = rescore(inputs, plan(), score, logprob_shape=torch.Size((T, B, 5, 7)))
+    p, values = scores["logprobs"], scores["values"]
     assert torch.equal(p, (inputs["id"].float() + 0.5)[..., None, None].expand(T, B, 5, 7))
     assert p.dtype == torch.float32
-    assert values is not None
     assert torch.equal(values, inputs["id"].float())
-
-
-def test_no_values_when_the_score_has_none():
-    _, values = rescore(
-        {"id": torch.zeros(T, B)},
-        plan(),
-        lambda b: (torch.zeros(2, 5, 7), None),
-        logprob_shape=torch.Size((T, B, 5, 7)),
-    )
-    assert values is None
 
 
 def test_a_score_of_another_shape_names_both():
@@ -81,7 +71,7 @@ def test_a_score_of_another_shape_names_both():
         rescore(
             {"id": torch.zeros(T, B)},
             plan(),
-            lambda b: (torch.zeros(2, 10, 7), None),
+            lambda b: {"logprobs": torch.zeros(2, 10, 7)},
             logprob_shape=torch.Size((T, B, 5, 7)),
         )
 

@@ -44,6 +44,7 @@ def parameters(actor) -> dict[str, torch.Tensor]:
             "actor.model.add_value_head=true",
         ),
         ("actor.model.openpi.value_after_vlm=false",),
+        ("rollout.phyai.actor_prefix=dense", "algorithm.update_epoch=2"),
     ],
     ids=lambda a: ",".join(x.split(".")[-1] for x in a) or "base",
 )
