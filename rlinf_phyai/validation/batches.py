@@ -218,8 +218,7 @@ def samples_per_step(s: Settings) -> Iterator[Problem]:
             "actor.global_batch_size",
             show(size),
             f"a divisor of the {samples * world} samples of a step",
-            f"set actor.global_batch_size to {_divisors(samples * world, micro * world, size)}, "
-            "or change env.train.rollout_epoch",
+            _batch_that_fits(samples * world, micro * world, size),
             f"an actor process gets {chunks} chunk steps x {epochs} epochs x {train.total // world} environments = "
             f"{samples} samples, which are no multiple of its share of a batch ({share})",
         )
@@ -275,15 +274,15 @@ def _nearest(value: int, unit: int) -> str:
     return f"{below} or {below + unit}" if below else str(unit)
 
 
-def _divisors(total: int, unit: int, near: int) -> str:
-    """The multiples of ``unit`` that divide ``total``, at most two: those next to ``near``."""
-    if total % unit:
-        return f"a multiple of {unit} (after changing the number of samples)"
-    count = total // unit
+def _batch_that_fits(samples: int, unit: int, near: int) -> str:
+    """What to set: the multiples of ``unit`` that divide ``samples``, at most two, those next to ``near``."""
+    if samples % unit:
+        return f"lower actor.micro_batch_size, or collect a multiple of {unit} samples (env.train.rollout_epoch)"
+    count = samples // unit
     small = [n for n in range(1, math.isqrt(count) + 1) if count % n == 0]
     sizes = sorted({unit * n for n in small} | {unit * (count // n) for n in small})
-    nearest = sorted(sizes, key=lambda size: abs(size - near))[:2]
-    return " or ".join(map(str, sorted(nearest)))
+    nearest = sorted(sorted(sizes, key=lambda size: abs(size - near))[:2])
+    return f"set actor.global_batch_size: {' or '.join(map(str, nearest))}, or change env.train.rollout_epoch"
 
 
 CHECKS_ANY = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from rlinf_phyai.validation.correction import RECOMPUTE
 from rlinf_phyai.validation.problems import Problem, did_you_mean, one_of, show, warning
 from rlinf_phyai.validation.settings import Settings
 
@@ -20,8 +21,8 @@ OPTIONS = (
     "progress",
 )
 FLAGS = ("use_cuda_graph", "progress")
-PARAMS_DTYPES = ("bfloat16", "float32")
-VALUE_SOURCES = ("rollout",)
+PARAMS_DTYPES = ("bfloat16", "bf16", "float32", "fp32")
+VALUE_SOURCES = ("rollout", "actor")
 SELF_CHECKS = ("off", "warn", "stop")
 
 
@@ -59,12 +60,29 @@ def max_batch_size(s: Settings) -> Iterator[Problem]:
 
 
 def value_source(s: Settings) -> Iterator[Problem]:
-    """Values come from the rollout until the actor's rescoring can supply them."""
+    """Values come from the rollout, or from the rescoring where that computes the same value."""
     key = f"{GROUP}.value_source"
     value = s.get(key, VALUE_SOURCES[0])
     if value not in VALUE_SOURCES:
-        reason = "the actor's rescoring does not supply values yet" if value == "actor" else ""
-        yield Problem(key, show(value), one_of(VALUE_SOURCES), f"set {key}: rollout", reason)
+        hint = did_you_mean(str(value), VALUE_SOURCES)
+        yield Problem(key, show(value), one_of(VALUE_SOURCES), hint or f"set {key}: rollout")
+    elif value == "actor":
+        lacking = [text for text, there in _needed_for_actor_values(s) if not there]
+        if lacking:
+            yield Problem(
+                key,
+                "'actor'",
+                f"rollout, or actor together with {', '.join(lacking)}",
+                f"set {key}: rollout",
+                "the actor's values come from the rescoring, and only the critic after the VLM does not depend on the denoise step",
+            )
+
+
+def _needed_for_actor_values(s: Settings) -> Iterator[tuple[str, bool]]:
+    yield f"{s.openpi}.value_after_vlm: true", s.has_critic and s.critic_after_vlm
+    if s.trains:
+        yield f"{RECOMPUTE}: true", s.flag(RECOMPUTE)
+        yield "algorithm.adv_type: gae", s.adv_type == "gae"
 
 
 def debug_logprob_offset(s: Settings) -> Iterator[Problem]:
@@ -93,6 +111,13 @@ def self_check(s: Settings) -> Iterator[Problem]:
         yield Problem(
             key, show(value), one_of(SELF_CHECKS), did_you_mean(str(value), SELF_CHECKS) or f"set {key}: 'off'"
         )
+
+
+def self_check_to_come(s: Settings) -> Iterator[Problem]:
+    """The comparison at the start is not part of this version."""
+    key = f"{GROUP}.self_check"
+    if s.get(key) in ("warn", "stop"):
+        yield warning(key, show(s.get(key)), "off", f"set {key}: 'off'", "this version does not run the comparison yet")
 
 
 def params_dtype(s: Settings) -> Iterator[Problem]:
@@ -137,6 +162,7 @@ CHECKS = (
     value_source,
     debug_logprob_offset,
     self_check,
+    self_check_to_come,
     params_dtype,
     switches,
     cuda_graphs_off,

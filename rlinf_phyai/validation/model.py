@@ -71,10 +71,10 @@ OPENPI_OPTIONS = frozenset(
 
 
 def noise_method(s: Settings) -> Iterator[Problem]:
-    """Training samples with flow-SDE; evaluation is deterministic whatever the method says."""
+    """The engine samples with flow-SDE."""
     key = f"{s.openpi}.noise_method"
     value = s.get(key, NOISE_METHOD)
-    if value == NOISE_METHOD or (s.only_eval and value in ("flow_ode", "flow_cps")):
+    if value == NOISE_METHOD:
         return
     hint = did_you_mean(str(value), [NOISE_METHOD])
     reason = NOISE_REASONS.get(str(value), "RLinf knows no such method")

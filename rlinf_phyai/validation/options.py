@@ -49,12 +49,10 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported(
         "{model}.openpi.noise_anneal",
         "the noise level would change with the global step, while the rollout plans its noise from a fixed noise_level",
-        training_only=True,
     ),
     Unsupported(
         "{model}.openpi.safe_get_logprob",
         "it replaces the Gaussian log-prob by a squared distance, from which no importance weight follows",
-        training_only=True,
     ),
     # the actor
     Unsupported(

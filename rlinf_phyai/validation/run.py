@@ -189,14 +189,15 @@ def entropy_bonus(s: Settings) -> Iterator[Problem]:
 
 
 def reward_model(s: Settings) -> Iterator[Problem]:
-    """A learned reward model must leave the rollout in one piece."""
-    if s.flag("reward.use_reward_model") and not s.flag("reward.standalone_realworld") and (s.stages or 1) != 1:
+    """Our entry points start environments, rollout and actor; nothing would answer a reward model's callers."""
+    key = "reward.use_reward_model"
+    if s.flag(key):
         yield Problem(
-            "rollout.pipeline_stage_num",
-            show(s.stages),
-            "1 with reward.use_reward_model",
-            "set rollout.pipeline_stage_num: 1",
-            "RLinf scores whole batches with the reward model",
+            key,
+            "true",
+            "false",
+            f"set {key}: false, or train with RLinf's own entry point",
+            "no reward workers are started here, so the environments would wait for rewards forever",
         )
 
 

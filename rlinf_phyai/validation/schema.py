@@ -99,6 +99,7 @@ _TRAINING = (
     Key("env.train.rollout_epoch", POSITIVE, required=False),
     Key("runner.weight_sync_interval", POSITIVE, required=False),
     Key("actor.group_name", TEXT),
+    Key("rollout.model.model_path", TEXT),
     Key("actor.micro_batch_size", POSITIVE),
     Key("actor.global_batch_size", POSITIVE),
     Key("actor.seed", INTEGER),

@@ -20,6 +20,7 @@ GRPO = {
     "actor.model.add_value_head": False,
 }
 EVALUATION = {"runner.val_check_interval": 10, "env.eval.total_num_envs": 64}
+NO_CORRECTION = {"algorithm.recompute_logprobs": False, "algorithm.importance_sampling_fix": False}
 ONLY_EVALUATION = {"runner.only_eval": True, "env.eval.total_num_envs": 64, "rollout.model": "${actor.model}"}
 
 
@@ -82,11 +83,12 @@ ERRORS = [
         ("grpo", "without returns"),
     ),
     change_one("training_backend", "actor.training_backend", "megatron", "'megatron'", "allowed: fsdp"),
+    change_one("reward_model", "reward.use_reward_model", True, "allowed: false", "no reward workers"),
     Case(
         "reward_model",
-        "rollout.pipeline_stage_num",
-        {"reward.use_reward_model": True, "rollout.pipeline_stage_num": 2},
-        ("1 with reward.use_reward_model",),
+        "reward.use_reward_model",
+        {"rollout.rollout_backend": "huggingface", "reward.use_reward_model": True, **NO_CORRECTION},
+        ("RLinf's own entry point",),
     ),
     # -- keys and types
     change_one(
@@ -106,6 +108,7 @@ ERRORS = [
     change_one("keys_and_types", "actor.optim", REMOVED, "missing"),
     change_one("keys_and_types", f"{OPENPI}.noise_level", float("nan"), "nan", "finite"),
     change_one("keys_and_types", f"{OPENPI}.num_steps", 0, "is 0", "at least 1", also=("denoise_steps",)),
+    change_one("keys_and_types", "rollout.model.model_path", REMOVED, "missing", "text"),
     change_one("keys_and_types", P, REMOVED, "missing", "a section"),
     change_one("keys_and_types", "weight_syncer", None, "null", "a section"),
     change_one("resolvable", "actor.seed", "${oc.env:PHYAI_TEST_UNSET}", "PHYAI_TEST_UNSET", "can be resolved"),
@@ -403,12 +406,30 @@ ERRORS = [
         change_one("max_batch_size", f"{ENGINE}.max_batch_size", value, "null", "at least 1")
         for value in (0, -1, 1.5, "auto", True)
     ),
-    change_one("value_source", f"{ENGINE}.value_source", "actor", "allowed: rollout", "does not supply values yet"),
+    change_one("value_source", f"{ENGINE}.value_source", "actr", "rollout or actor", "did you mean actor?"),
+    Case(
+        "value_source",
+        f"{ENGINE}.value_source",
+        {f"{ENGINE}.value_source": "actor", f"{OPENPI}.value_after_vlm": False},
+        (f"actor together with {OPENPI}.value_after_vlm: true.", "does not depend on the denoise step"),
+    ),
+    Case(
+        "value_source",
+        f"{ENGINE}.value_source",
+        {f"{ENGINE}.value_source": "actor", **GRPO},
+        ("value_after_vlm: true, algorithm.adv_type: gae",),
+    ),
+    Case(
+        "value_source",
+        f"{ENGINE}.value_source",
+        {f"{ENGINE}.value_source": "actor", **NO_CORRECTION},
+        ("algorithm.recompute_logprobs: true",),
+    ),
     change_one("debug_logprob_offset", f"{ENGINE}.debug_logprob_offset", float("inf"), "finite"),
     change_one("debug_logprob_offset", f"{ENGINE}.debug_logprob_offset", "0.01", "'0.01'", "finite"),
     change_one("self_check", f"{ENGINE}.self_check", "wran", "off, warn or stop", "did you mean warn?"),
     change_one("self_check", f"{ENGINE}.self_check", True, "true"),
-    change_one("params_dtype", f"{ENGINE}.params_dtype", "bf16", "bfloat16 or float32"),
+    change_one("params_dtype", f"{ENGINE}.params_dtype", "fp8", "bfloat16, bf16, float32 or fp32"),
     change_one("switches", f"{ENGINE}.use_cuda_graph", "auto", "true or false"),
     change_one("kernel_policy", f"{ENGINE}.kernel_policy", "no_such_policy", "'no_such_policy'", "unknown"),
     change_one("kernel_policy", f"{ENGINE}.kernel_policy", "/no/such/policy.yaml", "does not exist"),
@@ -434,7 +455,7 @@ WARNINGS = [
     Case(
         "recompute_switched_off",
         "algorithm.recompute_logprobs",
-        {"algorithm.recompute_logprobs": False, "algorithm.importance_sampling_fix": False},
+        NO_CORRECTION,
         ("false", "not exactly 1"),
     ),
     change_one("rollout_recompute_key", "rollout.recompute_logprobs", True, "nothing reads this key"),
@@ -461,5 +482,6 @@ WARNINGS = [
     ),
     change_one("weight_sync_interval", "runner.weight_sync_interval", 2, "staleness"),
     change_one("debug_logprob_offset", f"{ENGINE}.debug_logprob_offset", 0.01, "is 0.01", "correction at work"),
+    change_one("self_check_to_come", f"{ENGINE}.self_check", "warn", "does not run the comparison yet"),
     change_one("cuda_graphs_off", f"{ENGINE}.use_cuda_graph", False, "launch overhead"),
 ]

@@ -23,11 +23,16 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
 
 
-@pytest.fixture(scope="session")
-def composed() -> dict[str, DictConfig]:
-    """Both examples as Hydra composes them. Copy before changing one."""
+def compose_examples() -> dict[str, DictConfig]:
+    """Both examples as Hydra composes them."""
     with initialize_config_dir(str(EXAMPLES), version_base=None):
         return {name: compose(name) for name in (FULL, TINY)}
+
+
+@pytest.fixture(scope="session")
+def composed() -> dict[str, DictConfig]:
+    """Both examples. Copy before changing one."""
+    return compose_examples()
 
 
 @pytest.fixture(autouse=True)
@@ -37,29 +42,27 @@ def no_openpi_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("PHYAI_KERNEL_CONFIG", raising=False)
 
 
-@pytest.fixture(scope="session")
-def kernel_policy_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A policy that leaves every operation at its reference."""
-    file = tmp_path_factory.mktemp("policy") / "reference.yaml"
-    file.write_text("name: reference\noperations: {}\n")
-    return file
-
-
-@pytest.fixture
-def config(composed: dict[str, DictConfig], tiny_checkpoint: Path, kernel_policy_file: Path) -> MakeConfig:
-    """``config(name, {key: value})``: an example on the tiny checkpoint and the reference kernels, changed."""
+def config_maker(composed: dict[str, DictConfig], checkpoint: Path, folder: Path) -> MakeConfig:
+    """``make(name, {key: value})``: an example on the checkpoint and reference kernels (a policy in ``folder``), changed."""
+    policy = folder / "reference.yaml"
+    policy.write_text("name: reference\noperations: {}\n")
 
     def make(name: str = FULL, changes: dict[str, Any] | None = None) -> DictConfig:
         cfg = OmegaConf.create(OmegaConf.to_container(composed[name], resolve=False))
         assert isinstance(cfg, DictConfig)
-        change(
-            cfg,
-            {"actor.model.model_path": str(tiny_checkpoint), "rollout.phyai.kernel_policy": str(kernel_policy_file)},
-        )
+        change(cfg, {"actor.model.model_path": str(checkpoint), "rollout.phyai.kernel_policy": str(policy)})
         change(cfg, changes or {})
         return cfg
 
     return make
+
+
+@pytest.fixture(scope="session")
+def config(
+    composed: dict[str, DictConfig], tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> MakeConfig:
+    """See :func:`config_maker`."""
+    return config_maker(composed, tiny_checkpoint, tmp_path_factory.mktemp("policy"))
 
 
 REMOVED = object()
