@@ -168,11 +168,12 @@ def _keys_and_values(layer: Any, hidden: torch.Tensor, rotary: tuple[torch.Tenso
         cache.update(key, value, attention.layer_idx)
         return hidden
 
-    layer.forward = types.MethodType(forward, layer)
+    module = getattr(layer, "_fsdp_wrapped_module", layer)  # FSDP1 wraps; its own forward must stay
+    module.forward = types.MethodType(forward, module)
     try:
         layer(hidden)
     finally:
-        del layer.forward
+        del module.forward
 
 
 def _pool(hidden: torch.Tensor, padded: torch.Tensor, layout: PaddedLayout) -> torch.Tensor:

@@ -21,6 +21,7 @@ from rlinf.workers.actor.fsdp_actor_worker import EmbodiedFSDPActor
 
 from rlinf_phyai import __version__
 from rlinf_phyai.actor.correction import CorrectionConfig, advantage_weights
+from rlinf_phyai.actor.gaussian import GaussianSettings, gaussian_metrics
 from rlinf_phyai.actor.losses import (
     CORRECTED_LOSSES,
     LOSS_PREFIX,
@@ -31,6 +32,7 @@ from rlinf_phyai.actor.losses import (
 )
 from rlinf_phyai.actor.metrics import CorrectionSums, first_update_metrics
 from rlinf_phyai.actor.model import POOLED_KEY, choose_prefix, use_real_tokens
+from rlinf_phyai.actor.monitor import CorrectionMonitor
 from rlinf_phyai.actor.rescoring import BatchPlan, rescore
 from rlinf_phyai.actor.values import actor_values, check_value_source, refuse_missing_values, value_gap_metrics
 from rlinf_phyai.checksum import Checksum, checksums
@@ -54,6 +56,8 @@ class PhyaiActorWorker(EmbodiedFSDPActor):
         openpi = self.cfg.actor.model.get("openpi") or {}
         self._values_comparable = bool(openpi.get("value_after_vlm", False)) and self.cfg.algorithm.adv_type == "gae"
         check_value_source(self._value_source, self.correction.recompute, self._values_comparable)
+        self._gaussian = GaussianSettings.from_config(self.cfg)
+        self._monitor = CorrectionMonitor()
         self._correction_metrics: dict[str, float] = {}
         self._weight_normalizer = 1.0
         self._first_update: FirstUpdate | None = None
@@ -136,10 +140,20 @@ class PhyaiActorWorker(EmbodiedFSDPActor):
         if self._value_source == "actor":
             batch["prev_values"] = actor_values(values, batch["prev_values"])
 
-        sums = CorrectionSums.of(p, batch["rollout_logprobs"], batch.get("loss_mask"), self.correction, batch_dims=2)
-        sums = sums.all_reduce(self.device)
+        self._measure(p, batch["rollout_logprobs"])
+
+    def _measure(self, p: torch.Tensor, q: torch.Tensor) -> None:
+        """Metrics of the step over all ranks; rank 0 warns where they leave their limits."""
+        mask = self.rollout_batch.get("loss_mask")
+        sums = CorrectionSums.of(p, q, mask, self.correction, batch_dims=2).all_reduce(self.device)
         self._weight_normalizer = sums.bounded_mean
         self._correction_metrics.update(sums.metrics())
+        if self._gaussian is not None:
+            steps = self.rollout_batch["forward_inputs"]["denoise_inds"][..., 0]
+            self._correction_metrics.update(gaussian_metrics(p, q, steps, mask, self._gaussian, self.device))
+        if self._rank == 0:
+            for message in self._monitor.check(self._correction_metrics):
+                self._logger.warning(f"importance-sampling correction: {message}")
 
     def _score(self, forward_inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
         """The forward of RLinf's ``train_micro_batch``, argument by argument."""
