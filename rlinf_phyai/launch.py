@@ -35,11 +35,11 @@ def worker_groups(cfg: DictConfig, components: Iterable[str]) -> Iterator[tuple[
         PhyaiError: the config is refused, or a worker does not run what it should.
     """
     prepare()
+    validate(cfg)  # first: it lists a wrong backend or a value that cannot be resolved with everything else
     absolute_paths(cfg)
     backend = backends.get(cfg.rollout.get("rollout_backend") or backends.DEFAULT)
     components = tuple(components)
     classes = {component: _worker_class(backend, component) for component in components}
-    validate(cfg)
 
     from rlinf.config import validate_cfg
     from rlinf.scheduler import Cluster
@@ -96,10 +96,21 @@ def absolute_paths(cfg: DictConfig) -> None:
 
 
 def validate(cfg: DictConfig) -> None:
-    """Refuse what cannot work, all problems at once, before any process is started."""
+    """Refuse what cannot work, all problems at once, before any process is started; print the warnings."""
     from rlinf_phyai.validation import validate_config
 
-    validate_config(cfg)
+    for warning in validate_config(cfg, gpus=cluster_gpus(cfg)):
+        say(f"warning: {warning}")
+
+
+def cluster_gpus(cfg: DictConfig) -> int | None:
+    """Accelerators of the cluster as RLinf will count them; None for several nodes, which only Ray knows."""
+    from rlinf.scheduler.hardware import Accelerator
+
+    if OmegaConf.select(cfg, "cluster.num_nodes", throw_on_missing=False) != 1:
+        return None
+    found = Accelerator.enumerate()
+    return 0 if found is None else len(found.infos)
 
 
 def print_config(cfg: DictConfig) -> None:
