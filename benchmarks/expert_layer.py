@@ -68,7 +68,9 @@ def with_tiles(tiles: dict[str, SuffixGemm] | None) -> Callable[[], None]:
     """Installs tile choices in place of the packaged table and returns the undo."""
     original = triton_expert.suffix_gemm_config
 
-    def choose(rows: int, columns: int, inner: int, sms: int, gated: bool, may_split: bool) -> SuffixGemm:
+    def choose(
+        rows: int, columns: int, inner: int, device: torch.device, element_size: int, gated: bool, may_split: bool
+    ) -> SuffixGemm:
         assert tiles is not None
         return tiles["gated" if gated else "down" if inner == HIDDEN else "o" if may_split else "qkv"]
 

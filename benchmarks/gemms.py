@@ -88,7 +88,7 @@ FUSED = (
 def part_fused(batches: list[int]) -> None:
     """Gate|up and its activation in one kernel or two."""
     from rlinf_phyai.kernels import torch_ops, triton_activations
-    from rlinf_phyai.kernels.triton_gated_gemm import linear_gated_gelu
+    from rlinf_phyai.kernels.triton_gated_gemm import fused_linear_gated_gelu
 
     n, k = PREFIX_GEMMS["gate_up"]
     for batch in batches:
@@ -101,11 +101,11 @@ def part_fused(batches: list[int]) -> None:
         for options in FUSED:
             error = None
             try:
-                got = linear_gated_gelu(*pairs[0], **options).double()
+                got = fused_linear_gated_gelu(*pairs[0], **options).double()
                 error = float((got - want).norm() / want.norm())
             except Exception as problem:  # timed below, where the failure is recorded
                 print(f"  {options}: {problem!r}"[:200], flush=True)
-            calls = [lambda x=x, w=w, o=options: linear_gated_gelu(x, w, **o) for x, w in pairs]
+            calls = [lambda x=x, w=w, o=options: fused_linear_gated_gelu(x, w, **o) for x, w in pairs]
             report("fused", "one kernel", rows, flops, calls, error=error, **options)
 
 

@@ -22,6 +22,7 @@ def expert_layer(
     num_q_heads: int,
     scale: float,
     eps: float,
+    counters: Tensor | None = None,
     kernels: Any = torch_ops,
 ) -> None:
     """Attention and MLP block of one expert layer, in place on the residual stream.
@@ -34,6 +35,7 @@ def expert_layer(
         rotary: cos, sin [P, hd / 2].
         starts: int32 [B], valid prefix tokens; the suffix's keys and values are written behind them.
         k_cache, v_cache: this layer's [B, S, kv_heads, hd], prefix filled.
+        counters: scratch of the fused form, not used here.
         kernels: where the single operations come from.
     """
     rows, batch = x.shape[0], starts.shape[0]

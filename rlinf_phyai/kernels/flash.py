@@ -24,7 +24,7 @@ def unsupported_reason(device: torch.device) -> str | None:
     return None if major >= 8 else f"FlashAttention needs compute capability 8.0, this GPU has {major}.{minor}"
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=4096)  # never evicts in practice: captured graphs keep reading these tensors
 def _boundaries(batch: int, length: int, device: torch.device) -> Tensor:
     """int32 [batch + 1]: where each sample's rows begin in a packed view of a rectangular batch."""
     return torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=device)

@@ -25,6 +25,7 @@ class Kernels:
     linear: Op
     suffix_linear: Op
     linear_gelu: Op
+    linear_gated_gelu: Op
     rms_norm: Op
     add_rms_norm: Op
     ada_rms_norm: Op
@@ -37,6 +38,7 @@ class Kernels:
     suffix_attention: Op
     vision_attention: Op
     denoise_update: Op
+    expert_layer: Op
 
 
 OPERATIONS: tuple[str, ...] = tuple(f.name for f in fields(Kernels))
@@ -44,6 +46,8 @@ OPERATIONS: tuple[str, ...] = tuple(f.name for f in fields(Kernels))
 _TORCH = "rlinf_phyai.kernels.torch_ops"
 
 BACKENDS: dict[str, dict[str, str]] = {op: {"torch": f"{_TORCH}:{op}"} for op in OPERATIONS}
+# The chain of single operations, each from the backend that the policy names for it.
+BACKENDS["expert_layer"] = {"torch": "rlinf_phyai.kernels.expert_layer:expert_layer"}
 
 
 # backend -> module -> {operation: function}; a set when both have the same name
@@ -57,7 +61,10 @@ _MORE: dict[str, dict[str, dict[str, str] | set[str]]] = {
         "triton_rope": {"rope_cache"},
         "triton_attention": {"attention", "suffix_attention"},
         "triton_suffix_linear": {"suffix_linear"},
+        "triton_gated_gemm": {"linear_gated_gelu"},
+        "triton_expert": {"expert_layer"},
     },
+    "triton_overlapped": {"triton_expert": {"expert_layer": "expert_layer_overlapped"}},
     "flash": {"flash": {"attention": "attention", "suffix_attention": "attention", "vision_attention": "vision_attention"}},
     "cudnn": {"flash": {"attention": "attention_cudnn", "vision_attention": "vision_attention_cudnn"}},
     "cublaslt": {"triton_activations": {"linear_gelu": "linear_gelu_epilogue"}},

@@ -31,6 +31,11 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.gelu(F.linear(x, weight, bias), approximate="tanh")
 
 
+def linear_gated_gelu(x: Tensor, weight: Tensor) -> Tensor:
+    """:func:`gated_gelu` of ``x @ weight.T``: x [M, K], weight [2F, K] -> [M, F]."""
+    return gated_gelu(linear(x, weight))
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``x / sqrt(mean(x^2) + eps) * (1 + weight)`` in float32, rounded once. x [..., D], weight float32 [D]."""
     x32 = x.float()

@@ -9,6 +9,8 @@ Reference: :func:`rlinf_phyai.kernels.expert_layer.expert_layer`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -18,7 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rlinf_phyai.kernels.triton_activations import gated_gelu
 from rlinf_phyai.kernels.triton_attention import online_softmax, suffix_geometry
-from rlinf_phyai.kernels.triton_common import dot_precision, multiprocessors, unsupported_reason
+from rlinf_phyai.kernels.triton_common import dot_precision, unsupported_reason
 from rlinf_phyai.kernels.triton_norms import ada_rms_norm, add_ada_rms_norm
 from rlinf_phyai.kernels.triton_rope import rotate_halves
 from rlinf_phyai.kernels.triton_suffix_linear import MAX_ROWS, launch, suffix_gemm_config
@@ -180,7 +182,9 @@ def suffix_rope_attention(
         LENGTH=length, KV_HEADS=kv_heads, GROUPS=groups, HALF=half, HALF_BLOCK=max(16, triton.next_power_of_2(half)),
         HEAD_BLOCK=max(16, triton.next_power_of_2(head_dim)), BLOCK_M=block_m, BLOCK_N=block_n,
         SUFFIX_BLOCK=max(16, triton.next_power_of_2(length)), SPLITS=splits, OVERLAP=overlap, PRECISION=dot_precision(qkv),
-        num_warps=warps, num_stages=2, **({"launch_pdl": True} if overlap else {}),
+        num_warps=warps, num_stages=2,
+        enable_fp_fusion=False,  # a fused multiply-add would skip the rounding of the rotation's products
+        **({"launch_pdl": True} if overlap else {}),
     )  # fmt: skip
     return out
 
@@ -198,31 +202,26 @@ def expert_layer(
     scale: float,
     eps: float,
     counters: Tensor,
+    kernels: Any = None,
     overlap: bool = False,
 ) -> None:
-    """Attention and MLP block of one expert layer, in place on the residual stream.
+    """See :func:`rlinf_phyai.kernels.expert_layer.expert_layer`; ``kernels`` is not used.
 
     Args:
-        x: [B * L, width], updated.
-        weights: q|k|v [.., width], o [width, heads * hd], gate|up [2F, width], down [width, F].
-        before_attention, before_mlp: AdaRMSNorm scale and shift (float32 [width]) and the gate of the block's residual
-            ([width], x's type).
-        rotary: cos, sin [P, hd / 2].
-        starts: int32 [B], valid prefix tokens; k_cache, v_cache: this layer's [B, S, kv_heads, hd], prefix filled.
-        counters: see :func:`new_counters`.
+        counters: int32 zeros, see :func:`new_counters`.
         overlap: programmatic dependent launch (compute capability 9.0).
     """
     qkv_weight, o_weight, gate_up_weight, down_weight = weights
     rows, width = x.shape
     batch = starts.shape[0]
-    sms = multiprocessors(x.device)
+    target = (x.device, x.element_size())
     fused, norm_inside = rows <= MAX_ROWS, rows <= NORM_IN_GEMM_ROWS
 
     def normed(parts: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor, float] | None]:
         return (x, (*parts[:2], eps)) if norm_inside else (ada_rms_norm(x, parts[0], parts[1], eps), None)
 
     def residual(a: Tensor, weight: Tensor, gate: Tensor) -> None:
-        config = suffix_gemm_config(rows, width, weight.shape[1], sms, gated=False, may_split=True)
+        config = suffix_gemm_config(rows, width, weight.shape[1], *target, gated=False, may_split=True)
         launch(a, weight, x, config, gate=gate, counters=counters, overlap=overlap)
 
     def attend(qkv: Tensor) -> Tensor:
@@ -239,11 +238,16 @@ def expert_layer(
         return
     qkv = x.new_empty((rows, qkv_weight.shape[0]))
     h, norm = normed(before_attention)
-    config = suffix_gemm_config(rows, qkv.shape[1], width, sms, gated=False, may_split=False)
+    config = suffix_gemm_config(rows, qkv.shape[1], width, *target, gated=False, may_split=False)
     launch(h, qkv_weight, qkv, config, norm=norm, overlap=overlap)
     residual(attend(qkv), o_weight, before_attention[2])
     hidden = x.new_empty((rows, gate_up_weight.shape[0] // 2))
     h, norm = normed(before_mlp)
-    config = suffix_gemm_config(rows, hidden.shape[1], width, sms, gated=True, may_split=False)
+    config = suffix_gemm_config(rows, hidden.shape[1], width, *target, gated=True, may_split=False)
     launch(h, gate_up_weight, hidden, config, norm=norm, gated=True, overlap=overlap)
     residual(hidden, down_weight, before_mlp[2])
+
+
+def expert_layer_overlapped(*args: Any, **kwargs: Any) -> None:
+    """:func:`expert_layer` with programmatic dependent launch."""
+    expert_layer(*args, overlap=True, **kwargs)

@@ -89,6 +89,7 @@ def _rms(x: Tensor, y: Tensor | None, gate: Tensor | None, scale: Tensor, shift:
     _rms_kernel[grid](
         x, y if y is not None else x, gate if gate is not None else x, scale, shift if shift is not None else scale, out,
         rows, eps, D=width, BLOCK=block, ADD=y is not None, GATE=gate is not None, SHIFT=shift is not None, num_warps=warps,
+        enable_fp_fusion=False,  # a fused multiply-add would skip the rounding of y * gate
     )  # fmt: skip
     return out
 

@@ -76,5 +76,6 @@ def rope_cache(
         Q_HEADS=num_q_heads, KV_HEADS=kv_heads, HALF=half,
         HEAD_BLOCK=triton.next_power_of_2(num_q_heads + kv_heads), V_BLOCK=triton.next_power_of_2(kv_heads * head_dim),
         HALF_BLOCK=triton.next_power_of_2(half), STARTS=starts is not None, num_warps=4 if num_q_heads > 2 else 1,
+        enable_fp_fusion=False,  # a fused multiply-add would skip the rounding of the products
     )  # fmt: skip
     return q

@@ -40,8 +40,9 @@ def prefetch_to_l2(ptr):
 @triton.jit
 def _suffix_gemm_kernel(
     x_ptr, w_ptr, out_ptr, scale_ptr, shift_ptr, gate_ptr, part_ptr, counter_ptr, rows, columns, eps,
-    K: tl.constexpr, PART_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SPLITS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
+    K: tl.constexpr, PART_K: tl.constexpr, LINES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr, OVERLAP: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     strip, split, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     dtype = x_ptr.dtype.element_ty
@@ -54,10 +55,11 @@ def _suffix_gemm_kernel(
     up_rows = w_rows + columns.to(tl.int64) * K
     if OVERLAP:
         # The weights do not depend on the previous kernel: fetch this program's share while that one still runs.
-        line = tl.arange(0, PART_K // 64) * 64
-        prefetch_to_l2(tl.where(n_inside[:, None], w_rows, w_ptr) + k0 + line[None, :])
+        line = k0 + tl.arange(0, LINES) * 64
+        exists = n_inside[:, None] & (line < tl.minimum(k0 + PART_K, K))[None, :]
+        prefetch_to_l2(tl.where(exists, w_rows + line[None, :], w_ptr))
         if GATED:
-            prefetch_to_l2(tl.where(n_inside[:, None], up_rows, w_ptr) + k0 + line[None, :])
+            prefetch_to_l2(tl.where(exists, up_rows + line[None, :], w_ptr))
         gdc_wait()
         gdc_launch_dependents()
 
@@ -123,10 +125,13 @@ class SuffixGemm:
     stages: int
 
 
-def suffix_gemm_config(rows: int, columns: int, inner: int, sms: int, gated: bool, may_split: bool) -> SuffixGemm:
+def suffix_gemm_config(
+    rows: int, columns: int, inner: int, device: torch.device, element_size: int, gated: bool, may_split: bool
+) -> SuffixGemm:
     """Fixed choice by shape: strips of 32 columns, then as many splits of the inner dimension as fill the GPU."""
+    sms = multiprocessors(device)
     block_m = min(128, max(16, triton.next_power_of_2(rows)))
-    block_k = min(128, max(16, triton.next_power_of_2(inner)))
+    block_k = min(256 // element_size, max(16, triton.next_power_of_2(inner)))
     block_n = min(32, max(16, triton.next_power_of_2(columns)))
     programs = triton.cdiv(columns, block_n) * triton.cdiv(rows, block_m)
     splits = 1
@@ -169,9 +174,11 @@ def launch(
     _suffix_gemm_kernel[grid](
         x, weight, out, norm[0] if norm else x, norm[1] if norm else x, gate if gate is not None else x, part,
         counters if counters is not None else x, rows, columns, norm[2] if norm else 0.0,
-        K=inner, PART_K=part_inner, BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
-        SPLITS=config.splits, NORM=norm is not None, GATED=gated, RESIDUAL=gate is not None, OVERLAP=overlap, PRECISION=dot_precision(x),
-        num_warps=config.warps, num_stages=config.stages, **options,
+        K=inner, PART_K=part_inner, LINES=triton.next_power_of_2(triton.cdiv(part_inner, 64)),
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, SPLITS=config.splits, NORM=norm is not None, GATED=gated, RESIDUAL=gate is not None, OVERLAP=overlap, PRECISION=dot_precision(x),
+        num_warps=config.warps, num_stages=config.stages,
+        enable_fp_fusion=False,  # a fused multiply-add would skip the rounding of product * gate
+        **options,
     )  # fmt: skip
 
 
@@ -182,5 +189,5 @@ def suffix_linear(x: Tensor, weight: Tensor) -> Tensor:
     if rows > MAX_ROWS:
         return torch.nn.functional.linear(x, weight)
     out = x.new_empty((rows, columns))
-    launch(x, weight, out, suffix_gemm_config(rows, columns, inner, multiprocessors(x.device), False, False))
+    launch(x, weight, out, suffix_gemm_config(rows, columns, inner, x.device, x.element_size(), False, False))
     return out

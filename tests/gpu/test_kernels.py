@@ -114,7 +114,7 @@ def test_expert_layer_in_a_graph_gives_the_same_bits() -> None:
 @pytest.mark.parametrize("rows", [17, 536, 1000])
 @pytest.mark.parametrize("options", [{}, {"wide": False}, {"flatten": True, "stages": 3}])
 def test_gated_gemm(rows: int, options: dict[str, object]) -> None:
-    from rlinf_phyai.kernels.triton_gated_gemm import linear_gated_gelu, unsupported_reason
+    from rlinf_phyai.kernels.triton_gated_gemm import fused_linear_gated_gelu, unsupported_reason
 
     reason = unsupported_reason(torch.device("cuda"))
     if reason:
@@ -122,7 +122,7 @@ def test_gated_gemm(rows: int, options: dict[str, object]) -> None:
     d = Draw(TINY, "cuda", torch.bfloat16)
     x, weight = d(rows, 512), d(2 * 640, 512, scale=512**-0.5)
     want = torch_ops.gated_gelu(torch_ops.linear(x, weight))
-    assert relative_error(linear_gated_gelu(x, weight, **options), want) < 1e-2  # type: ignore[arg-type]
+    assert relative_error(fused_linear_gated_gelu(x, weight, **options), want) < 1e-2  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("backend", [b for b in BACKENDS["attention"] if b not in ("torch", "cudnn")])

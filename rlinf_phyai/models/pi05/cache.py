@@ -8,6 +8,8 @@ from torch import Tensor
 
 from rlinf_phyai.models.pi05.configuration import PI05Config
 
+_COUNTERS = 8192
+
 
 class KeyValueCache:
     """k, v: [layers, B, slots, kv_heads, head_dim]. Slot = position: valid tokens of a sample are contiguous from 0."""
@@ -22,3 +24,5 @@ class KeyValueCache:
         # Samples with shorter prompts never write the last slots. They are masked, but 0 * NaN would still be NaN.
         self.k[:, :, prefix_tokens:] = 0
         self.v[:, :, prefix_tokens:] = 0
+        # Scratch of split kernels, which leave it as zeros.
+        self.counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)

@@ -35,17 +35,23 @@ def velocity(
     batch, horizon, _ = noisy_actions.shape
     x = F.linear(noisy_actions, *weights.action_in).to(weights.params_dtype).view(batch * horizon, c.width)
     modulation, gates = schedule.modulation[step], schedule.gates[step]
-    keys = lengths + horizon
-    h = kernels.ada_rms_norm(x, modulation[0, 0], modulation[0, 1], c.norm_eps)
     for i, layer in enumerate(weights.expert_layers):
-        qkv = kernels.suffix_linear(h, layer.qkv).view(batch, horizon, -1)
-        q = kernels.rope_cache(qkv, rotary.cos, rotary.sin, lengths, cache.k[i], cache.v[i], c.num_heads)
-        attended = kernels.suffix_attention(q, cache.k[i], cache.v[i], keys, c.attention_scale)
-        y = kernels.suffix_linear(attended.reshape(batch * horizon, -1), layer.o)
-        post = modulation[2 * i + 1]
-        h = kernels.add_ada_rms_norm(x, y, gates[2 * i], post[0], post[1], c.norm_eps)
-        y = kernels.suffix_linear(kernels.gated_gelu(kernels.suffix_linear(h, layer.gate_up)), layer.down)
-        following = modulation[2 * i + 2]
-        h = kernels.add_ada_rms_norm(x, y, gates[2 * i + 1], following[0], following[1], c.norm_eps)
+        norm, post = modulation[2 * i], modulation[2 * i + 1]
+        kernels.expert_layer(
+            x,
+            (layer.qkv, layer.o, layer.gate_up, layer.down),
+            (norm[0], norm[1], gates[2 * i]),
+            (post[0], post[1], gates[2 * i + 1]),
+            (rotary.cos, rotary.sin),
+            lengths,
+            cache.k[i],
+            cache.v[i],
+            c.num_heads,
+            c.attention_scale,
+            c.norm_eps,
+            cache.counters,
+            kernels=kernels,
+        )
+    h = kernels.ada_rms_norm(x, modulation[-1, 0], modulation[-1, 1], c.norm_eps)
     output = h.float().view(batch, horizon, c.width)
     return F.linear(output, *weights.action_out), output

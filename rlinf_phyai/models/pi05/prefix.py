@@ -46,7 +46,7 @@ def fill_cache(
         if last:
             return
         h = attend_and_project(kernels, weights, i, q, lengths, cache, rows)
-        y = kernels.linear(kernels.gated_gelu(kernels.linear(h, layer.gate_up)), layer.down)
+        y = kernels.linear(kernels.linear_gated_gelu(h, layer.gate_up), layer.down)
         h = kernels.add_rms_norm(rows, y, weights.prefix_norms[2 * i + 2], c.norm_eps)
 
 

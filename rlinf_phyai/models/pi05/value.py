@@ -87,7 +87,7 @@ def fill_cache_and_value(
         extra = extra + y_extra[:, None]
         g = _rows(kernels.rms_norm, extra, norms[2 * i + 1], c.norm_eps)
         both = torch.cat((h, g.view(-1, width)))  # one GEMM for all rows
-        y_both = kernels.linear(kernels.gated_gelu(kernels.linear(both, layer.gate_up)), layer.down)
+        y_both = kernels.linear(kernels.linear_gated_gelu(both, layer.gate_up), layer.down)
         h = kernels.add_rms_norm(rows, y_both[: batch * length], norms[2 * i + 2], c.norm_eps)
         extra = extra + y_both[batch * length :].view_as(extra)
         g = _rows(kernels.rms_norm, extra, norms[2 * i + 2], c.norm_eps)

@@ -62,7 +62,7 @@ def test_attention_ignores_masked_slots() -> None:
 def test_expert_layer(
     sizes: object, dtype: torch.dtype, sms: int, rows_inside: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (triton_expert, triton_attention, triton_suffix_linear):
+    for module in (triton_attention, triton_suffix_linear):
         monkeypatch.setattr(module, "multiprocessors", lambda _device: sms)
     monkeypatch.setattr(triton_expert, "NORM_IN_GEMM_ROWS", rows_inside)
     x, *arguments = expert_layer_inputs(Draw(sizes, "cpu", dtype))  # type: ignore[arg-type]
@@ -78,5 +78,5 @@ def test_expert_layer(
 def test_gated_gemm(wide: bool) -> None:
     d = Draw(TINY, "cpu", torch.float32)
     x, weight = d(40, 64), d(96, 64, scale=0.125)
-    got = triton_gated_gemm.linear_gated_gelu(x, weight, block_m=16, block_n=16, block_k=16, group=2, wide=wide)
+    got = triton_gated_gemm.fused_linear_gated_gelu(x, weight, block_m=16, block_n=16, block_k=16, group=2, wide=wide)
     assert relative_error(got, torch_ops.gated_gelu(torch_ops.linear(x, weight))) < 1e-6
