@@ -166,14 +166,13 @@ done_step
 step "Virtual environment $venv"
 [ -x "$venv/bin/python" ] || run "$uv" venv --quiet --python "${interpreter:-$python}" --prompt rlinf-phyai "$venv"
 run mkdir -p "$state"
-overrides="$state/overrides.txt" constraints="$state/constraints.txt"
+overrides="$state/overrides.txt"
 if [ $dry_run = 0 ]; then
   rm -f "$stamp"
   { echo "torch==$torch"; cat "$here/overrides.txt"; } >"$overrides"
-  grep -hE '^[A-Za-z0-9_.-]+==' "$here"/{core,libero,overlay}.txt >"$constraints" # a later list must not move an earlier one's pins
 fi
 # --compile-bytecode: RLinf starts a dozen Python processes, and PYTHONDONTWRITEBYTECODE may be set.
-install() { run "$uv" pip install --python "$venv/bin/python" --override "$overrides" --constraint "$constraints" --compile-bytecode "$@"; }
+install() { run "$uv" pip install --python "$venv/bin/python" --override "$overrides" --constraint "$here/constraints.txt" --compile-bytecode "$@"; }
 done_step
 
 # ---- 3: packages -----------------------------------------------------------------------------------------------------
@@ -255,6 +254,12 @@ if [ $dry_run = 1 ]; then
   trap - EXIT; printf '\nDry run: nothing was changed.\n'; exit 0
 fi
 check || { echo "The environment is not what was asked for (list above)."; exit 1; }
+# Versions may be right and still not work together: import what every worker imports.
+imports="import torch"
+[ $install_rlinf = 0 ] || imports+="; import rlinf.config; from openpi.models import tokenizer"
+[ $env = none ] || imports+="; from libero.libero import benchmark"
+JAX_PLATFORMS=cpu "$venv/bin/python" -W ignore -c "$imports" >"$state/imports.log" 2>&1 </dev/null || {
+  tail -5 "$state/imports.log"; echo "The installed packages do not work together (error above; all of it in $state/imports.log)."; exit 1; }
 renders() { MUJOCO_GL=egl "$venv/bin/python" -c 'import mujoco; mujoco.GLContext(64, 64).make_current()' >/dev/null 2>&1; }
 if [ $env = libero ] && ! renders; then
   mesa="libegl1 libegl-mesa0 libgl1-mesa-dri"
