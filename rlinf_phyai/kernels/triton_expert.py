@@ -214,14 +214,14 @@ def expert_layer(
     qkv_weight, o_weight, gate_up_weight, down_weight = weights
     rows, width = x.shape
     batch = starts.shape[0]
-    target = (x.device, x.element_size())
+    device, element_size = x.device, x.element_size()
     fused, norm_inside = rows <= MAX_ROWS, rows <= NORM_IN_GEMM_ROWS
 
     def normed(parts: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor, float] | None]:
         return (x, (*parts[:2], eps)) if norm_inside else (ada_rms_norm(x, parts[0], parts[1], eps), None)
 
     def residual(a: Tensor, weight: Tensor, gate: Tensor) -> None:
-        config = suffix_gemm_config(rows, width, weight.shape[1], *target, gated=False, may_split=True)
+        config = suffix_gemm_config(rows, width, weight.shape[1], device, element_size, gated=False, may_split=True)
         launch(a, weight, x, config, gate=gate, counters=counters, overlap=overlap)
 
     def attend(qkv: Tensor) -> Tensor:
@@ -238,12 +238,12 @@ def expert_layer(
         return
     qkv = x.new_empty((rows, qkv_weight.shape[0]))
     h, norm = normed(before_attention)
-    config = suffix_gemm_config(rows, qkv.shape[1], width, *target, gated=False, may_split=False)
+    config = suffix_gemm_config(rows, qkv.shape[1], width, device, element_size, gated=False, may_split=False)
     launch(h, qkv_weight, qkv, config, norm=norm, overlap=overlap)
     residual(attend(qkv), o_weight, before_attention[2])
     hidden = x.new_empty((rows, gate_up_weight.shape[0] // 2))
     h, norm = normed(before_mlp)
-    config = suffix_gemm_config(rows, hidden.shape[1], width, *target, gated=True, may_split=False)
+    config = suffix_gemm_config(rows, hidden.shape[1], width, device, element_size, gated=True, may_split=False)
     launch(h, gate_up_weight, hidden, config, norm=norm, gated=True, overlap=overlap)
     residual(hidden, down_weight, before_mlp[2])
 

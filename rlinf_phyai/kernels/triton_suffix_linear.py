@@ -175,7 +175,8 @@ def launch(
         x, weight, out, norm[0] if norm else x, norm[1] if norm else x, gate if gate is not None else x, part,
         counters if counters is not None else x, rows, columns, norm[2] if norm else 0.0,
         K=inner, PART_K=part_inner, LINES=triton.next_power_of_2(triton.cdiv(part_inner, 64)),
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, SPLITS=config.splits, NORM=norm is not None, GATED=gated, RESIDUAL=gate is not None, OVERLAP=overlap, PRECISION=dot_precision(x),
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, SPLITS=config.splits,
+        NORM=norm is not None, GATED=gated, RESIDUAL=gate is not None, OVERLAP=overlap, PRECISION=dot_precision(x),
         num_warps=config.warps, num_stages=config.stages,
         enable_fp_fusion=False,  # a fused multiply-add would skip the rounding of product * gate
         **options,
