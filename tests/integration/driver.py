@@ -33,7 +33,9 @@ def actor_weights(worker: Any) -> dict[str, torch.Tensor]:
 
 
 def rollout_weights(worker: Any) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach().cpu().clone() for name, tensor in worker.hf_model.state_dict().items()}
+    weights = worker.hf_model.state_dict()
+    # A meta tensor is a weight that no computation reads: the engine holds its name only.
+    return {name: tensor if tensor.is_meta else tensor.detach().cpu().clone() for name, tensor in weights.items()}
 
 
 def save_batch(worker: Any, path: str) -> None:

@@ -147,3 +147,13 @@ def test_refused_config_starts_nothing(start: StartProgram) -> None:
     assert "algorithm.importance_sampling_fix" in run.output
     assert "Traceback" not in run.output
     assert "ray" not in run.output.lower()
+
+
+def test_evaluation(start: StartProgram) -> None:
+    """The evaluation program runs the same config without an actor."""
+    program = start("evaluation")
+    run = program.finish()
+    run.assert_success()
+    assert f"{CONFIRMED}: rollout PhyaiRolloutWorker, env EnvWorker" in run.output
+    assert run.scalars()["eval/success_once"] == [0.0]
+    assert program.left_over() == []

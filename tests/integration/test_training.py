@@ -15,7 +15,7 @@ from tests.integration.conftest import TINY, Run, StartProgram, load
 
 pytestmark = pytest.mark.integration
 
-CHUNK_ELEMENTS = 5 * 7  # log-prob terms of one action chunk
+UNREAD_WEIGHT = "paligemma_with_expert.gemma_expert.lm_head.weight"  # the engine keeps its name only
 
 
 def test_metrics_of_an_exact_rollout(recorded_run: Run) -> None:
@@ -27,17 +27,21 @@ def test_metrics_of_an_exact_rollout(recorded_run: Run) -> None:
         assert scalars["train/actor/rollout_train_logprob_gap"][step] < 1e-4
         assert scalars["train/actor/first_update/ratio_max_dev"][step] == 0.0
         assert 0.0 <= scalars["train/actor/importance_sampling_clip_fraction"][step] <= 1.0
-    assert all(math.isfinite(value) for values in scalars.values() for value in values)
+    not_finite = {tag for tag, values in scalars.items() if not all(map(math.isfinite, values))}
+    # Where every return is 0, RLinf divides by their variance.
+    assert not_finite <= {"train/critic/explained_variance"}
 
 
 def test_engine_equals_actor_after_every_sync(recorded_run: Run) -> None:
-    """Every parameter, bit for bit; and the second sync brought something new."""
+    """Every parameter that is computed with, bit for bit; and the second sync brought something new."""
     syncs = [load(recorded_run.record_dir / f"sync_{n}.pt") for n in range(2)]
     for sync in syncs:
         assert list(sync["rollout"]) == list(sync["actor"])
-        for name, tensor in sync["actor"].items():
-            assert torch.equal(sync["rollout"][name], tensor), name
-    first, second = (sync["rollout"] for sync in syncs)
+        held = {name: tensor for name, tensor in sync["rollout"].items() if not tensor.is_meta}
+        assert set(sync["actor"]) - set(held) == {UNREAD_WEIGHT}
+        for name, tensor in held.items():
+            assert torch.equal(tensor, sync["actor"][name]), name
+    first, second = (sync["actor"] for sync in syncs)
     moved = {name for name in first if not torch.equal(first[name], second[name])}
     assert "value_head.mlp.0.weight" in moved
     assert "paligemma_with_expert.gemma_expert.model.layers.0.self_attn.q_proj.weight" in moved

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trajectories of a real run, replayed into the real actor in this process: it must compute what it did in the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integration.conftest import TINY, Run, load
+from tests.unit.actor.conftest import in_process, process_group  # noqa: F401  (a fixture)
+
+pytestmark = pytest.mark.integration
+
+# Everything that the actor reports about its update, except what depends on time.
+COMPARED = (
+    "train/actor/policy_loss",
+    "train/actor/grad_norm",
+    "train/actor/ratio",
+    "train/actor/importance_sampling_weight",
+    "train/actor/importance_sampling_weight_max",
+    "train/actor/importance_sampling_clip_fraction",
+    "train/actor/rollout_train_logprob_gap",
+    "train/actor/first_update/ratio_max_dev",
+    "train/critic/value_loss",
+    "rollout/returns_mean",
+    "rollout/advantages_mean",
+)
+
+
+@pytest.fixture
+def actor(process_group: None, tiny_checkpoint: Path, recorded_run: Run, monkeypatch: pytest.MonkeyPatch) -> Any:  # noqa: F811
+    """The actor of the recorded run, with the weights that it had before its first update."""
+    from hydra import compose, initialize_config_dir
+    from rlinf.workers.actor import fsdp_actor_worker
+
+    from rlinf_phyai.actor.model_provider import build_openpi
+    from rlinf_phyai.actor.worker import PhyaiActorWorker
+
+    monkeypatch.setattr(fsdp_actor_worker, "get_model", build_openpi)
+    config_dir = Path(__file__).resolve().parents[2] / "examples" / "embodiment" / "config"
+    with initialize_config_dir(str(config_dir), version_base="1.3"):
+        cfg = compose(TINY, [f"actor.model.model_path={tiny_checkpoint}"])
+    worker = in_process(PhyaiActorWorker, cfg)
+    weights = load(recorded_run.record_dir / "sync_0.pt")["actor"]
+    with torch.no_grad():
+        for name, parameter in worker.model.named_parameters():
+            parameter.to_local().copy_(weights[name])
+    return worker
+
+
+def test_one_step_again(actor: Any, recorded_run: Run) -> None:
+    """Rescoring, correction, GAE and one PPO update of step 0."""
+    actor.rollout_batch = load(recorded_run.record_dir / "batch_0.pt")
+    replayed = {f"rollout/{name}": value for name, value in actor.compute_advantages_and_returns().items()}
+    replayed.update({f"train/{name}": value for name, value in actor.run_training().items()})
+    scalars = recorded_run.scalars()
+    assert {tag for tag in COMPARED if tag not in scalars} == set()
+    for tag in COMPARED:
+        assert float(replayed[tag]) == pytest.approx(scalars[tag][0], rel=1e-4, abs=1e-6), tag
+
+    after = load(recorded_run.record_dir / "sync_1.pt")["actor"]
+    for name, parameter in actor.model.named_parameters():
+        if parameter.requires_grad:
+            torch.testing.assert_close(parameter.to_local(), after[name], atol=1e-6, rtol=0, msg=name)
