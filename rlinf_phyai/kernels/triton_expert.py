@@ -250,4 +250,4 @@ def expert_layer(
 
 def expert_layer_overlapped(*args: Any, **kwargs: Any) -> None:
     """:func:`expert_layer` with programmatic dependent launch."""
-    expert_layer(*args, overlap=True, **kwargs)
+    expert_layer(*args, **{**kwargs, "overlap": True})
