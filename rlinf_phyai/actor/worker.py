@@ -69,11 +69,14 @@ class PhyaiActorWorker(EmbodiedFSDPActor):
 
     def model_provider_func(self) -> torch.nn.Module:
         """RLinf's model; its prefix runs on real tokens where ``rollout.phyai.actor_prefix`` says so."""
-        model = super().model_provider_func()
+        model = self._load_model()
         choice = OmegaConf.select(self.cfg, "rollout.phyai.actor_prefix", default="auto")
         self.prefix = choose_prefix(choice, model, self.correction.recompute)
         self._logger.info(f"actor prefix: {self.prefix} (rollout.phyai.actor_prefix: {choice})")
         return use_real_tokens(model) if self.prefix == "real_tokens" else model
+
+    def _load_model(self) -> torch.nn.Module:
+        return super().model_provider_func()
 
     def setup_model_and_optimizer(self) -> None:
         """As RLinf; afterwards the bucket syncer no longer ships weights that no action depends on.

@@ -7,7 +7,6 @@ Only ``Worker.__init__`` (Ray) is left out; every method that a test calls is th
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -88,18 +87,11 @@ actor:
 
 
 @pytest.fixture(scope="session")
-def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def process_group() -> Iterator[None]:
     """A default process group of one rank; RLinf's CPU platform is installed."""
-    from rlinf.scheduler import Worker
+    from rlinf_phyai.actor.in_process import start_process_group
 
-    from rlinf_phyai.platforms import cpu
-
-    os.environ.setdefault("LOCAL_RANK", "0")
-    cpu.install()
-    if not torch.distributed.is_initialized():
-        store = torch.distributed.FileStore(str(tmp_path_factory.mktemp("group") / "store"), 1)
-        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    Worker._timer_metrics = {}
+    start_process_group()
     yield
     torch.distributed.destroy_process_group()
 
@@ -138,54 +130,21 @@ def make_config(base_config: DictConfig):
     return make
 
 
-def in_process(worker_class: type, cfg: DictConfig) -> Any:
-    """An instance of ``worker_class`` without Ray: what ``EmbodiedFSDPActor.__init__`` does, minus the cluster."""
-    from rlinf.hybrid_engines.fsdp.fsdp_model_manager import FSDPModelManager
-    from rlinf.hybrid_engines.weight_syncer.bucket_syncer import BucketWeightSyncer
-    from rlinf.scheduler.hardware import AcceleratorType
-
-    class InProcess(worker_class):
-        def __init__(self, cfg: DictConfig) -> None:
-            self._rank, self._world_size = 0, 1
-            self._accelerator_type = AcceleratorType.NO_ACCEL
-            self._timer_metrics = {}
-            if hasattr(self, "_setup_correction"):
-                from rlinf_phyai.actor.correction import CorrectionConfig
-                from rlinf_phyai.actor.worker import corrected_config
-
-                self.correction = CorrectionConfig.from_config(cfg)
-                cfg = corrected_config(cfg, self.correction)
-            FSDPModelManager.__init__(self, cfg.actor, 1, 0)
-            self.cfg = cfg
-            self.enable_offload = cfg.actor.enable_offload
-            self.enable_sft_co_train = False
-            self.version = 0
-            self.weight_syncer = BucketWeightSyncer(1 << 20, None, "cpu")
-            self.gradient_accumulation = cfg.actor.global_batch_size // cfg.actor.micro_batch_size
-            self.update_epoch = cfg.algorithm.update_epoch
-            if hasattr(self, "_setup_correction"):
-                self._setup_correction()
-
-    torch.manual_seed(0)  # the value head starts random
-    worker = InProcess(cfg)
-    worker.init_worker()
-    return worker
-
-
 @pytest.fixture
 def make_actor(process_group: None, monkeypatch: pytest.MonkeyPatch):
     """``make_actor(cfg)`` builds our worker, ``make_actor(cfg, stock=True)`` RLinf's."""
-    from rlinf.models import embodiment  # noqa: F401
     from rlinf.workers.actor import fsdp_actor_worker
 
+    from rlinf_phyai.actor.in_process import in_process_actor
     from rlinf_phyai.actor.model_provider import build_openpi
+    from rlinf_phyai.actor.worker import PhyaiActorWorker
 
     monkeypatch.setattr(fsdp_actor_worker, "get_model", build_openpi)
 
     def make(cfg: DictConfig, *, stock: bool = False) -> Any:
-        from rlinf_phyai.actor.worker import PhyaiActorWorker
-
-        return in_process(fsdp_actor_worker.EmbodiedFSDPActor if stock else PhyaiActorWorker, copy.deepcopy(cfg))
+        torch.manual_seed(0)  # the value head starts random
+        worker_class = fsdp_actor_worker.EmbodiedFSDPActor if stock else PhyaiActorWorker
+        return in_process_actor(cfg, worker_class=worker_class)
 
     return make
 

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rescoring and training time of the actor, RLinf's dense prefix against the prefix on real tokens, full size on one
+GPU.
+
+    python -m benchmarks.actor --samples 256 --micro-batch 32
+
+Random weights and images; RLinf's own FSDP wrapping, optimizer and losses. Each figure includes everything the worker
+does for a micro-batch: indexing, input transforms, transfers, forward, and for training the loss, backward pass and
+optimizer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.common import RESULTS, random_actor, write_json
+from benchmarks.inputs import PROMPT_LENGTHS
+
+CHUNKS = 8  # chunk steps T of the synthetic step
+
+
+CONFIG = """  # the sections that the actor reads, with the options of the full-size example
+runner: {task_type: embodied, ckpt_path: null}
+algorithm:
+  adv_type: gae
+  loss_type: actor_critic
+  reward_type: chunk_level
+  logprob_type: chunk_level
+  entropy_bonus: 0
+  group_size: 1
+  update_epoch: 1
+  clip_ratio_high: 0.2
+  clip_ratio_low: 0.2
+  value_clip: 0.2
+  huber_delta: 10.0
+  gamma: 0.99
+  gae_lambda: 0.95
+  filter_rewards: false
+  recompute_logprobs: true
+  importance_sampling_fix: true
+  importance_sampling_clip: 1.0
+env: {train: {rollout_epoch: 1, max_episode_steps: 240, auto_reset: false, ignore_terminations: false}}
+rollout: {phyai: {value_source: rollout}}
+actor:
+  seed: 42
+  enable_offload: false
+  model:
+    model_type: openpi
+    precision: null
+    action_dim: 7
+    num_action_chunks: 5
+    num_steps: 3
+    openpi: {num_steps: 3, noise_level: 0.5, noise_method: flow_sde, value_after_vlm: true}
+  optim:
+    {lr: 5.0e-6, value_lr: 1.0e-4, adam_beta1: 0.9, adam_beta2: 0.95, adam_eps: 1.0e-5, weight_decay: 0.01, clip_grad: 1.0}
+  fsdp_config:
+    strategy: fsdp
+    sharding_strategy: no_shard
+    gradient_checkpointing: false
+    cpu_offload: false
+    offload_pin_memory: false
+    reshard_after_forward: true
+    enable_gradient_accumulation: true
+    forward_prefetch: false
+    limit_all_gathers: false
+    backward_prefetch: null
+    use_orig_params: false
+    use_liger_kernel: false
+    fsdp_size: -1
+    amp_autocast: {enabled: false, precision: bf16}
+    grad_scaler: {enabled: false}
+    mixed_precision: {param_dtype: null, reduce_dtype: null, buffer_dtype: null}
+"""
+
+
+def config(micro_batch: int, samples: int, prefix: str) -> DictConfig:
+    """The options above for one step of ``samples`` observations and one optimizer step."""
+    cfg = OmegaConf.create(CONFIG)
+    cfg.rollout.phyai.actor_prefix = prefix
+    cfg.actor.micro_batch_size, cfg.actor.global_batch_size = micro_batch, samples
+    if not torch.cuda.is_available():
+        cfg.actor.fsdp_config.strategy = "fsdp2"
+    return cfg
+
+
+def set_transforms(model: Any) -> None:
+    """openpi's LIBERO transforms, less tokenizer and statistics: the prompt is replaced, PI0.5 ignores the state."""
+    from openpi import transforms
+    from openpi.models.model import ModelType
+    from rlinf.models.embodiment.openpi.policies.libero_policy import LiberoInputs
+
+    def drop_prompt(sample: dict[str, Any]) -> dict[str, Any]:
+        sample.pop("prompt", None)
+        return sample
+
+    resize, pad = transforms.ResizeImages(224, 224), transforms.PadStatesAndActions(32)
+    steps = [LiberoInputs(ModelType.PI05), drop_prompt, resize, pad]
+    model.setup_wrappers(transforms=steps)
+
+
+def make_batch(model: Any, samples: int, seed: int = 0) -> dict[str, Any]:
+    """A step's trajectories as the actor receives them: random images, actions sampled by RLinf's own model."""
+    from openpi.models.model import Observation
+
+    from rlinf_phyai.actor.observations import ReplayTransform
+
+    g = torch.Generator().manual_seed(seed)
+    b = samples // CHUNKS
+    lens = torch.tensor([PROMPT_LENGTHS[i % len(PROMPT_LENGTHS)] for i in range(b)])
+    mask = torch.arange(200) < lens[:, None]
+    device = next(model.parameters()).device
+    steps = []
+    for _ in range(CHUNKS):
+        pictures = torch.randint(0, 256, (2, b, 16, 16, 3), generator=g, dtype=torch.uint8)
+        pictures = pictures.repeat_interleave(16, 2).repeat_interleave(16, 3)
+        inputs = {
+            "tokenized_prompt": torch.where(mask, torch.randint(1, 1000, (b, 200), generator=g), 0),
+            "tokenized_prompt_mask": mask,
+            "observation/image": pictures[0].contiguous(),
+            "observation/wrist_image": pictures[1].contiguous(),
+            "observation/state": torch.zeros(b, 8),
+        }
+        on_device = ReplayTransform(32)({name: tensor.to(device) for name, tensor in inputs.items()})
+        output = model.sample_actions(Observation.from_dict(on_device), mode="train")
+        inputs |= {"chains": output["chains"].cpu(), "denoise_inds": output["denoise_inds"].cpu()}
+        steps.append((inputs, output["prev_logprobs"].cpu(), output["prev_values"].cpu()))
+    values = torch.stack([step[2] for step in steps])
+    dones = torch.zeros(CHUNKS + 1, b, 5, dtype=torch.bool)
+    return {
+        "prev_logprobs": torch.stack([step[1] for step in steps]),
+        "prev_values": torch.cat([values, values[-1:]]),
+        "rewards": torch.rand(CHUNKS, b, 5, generator=g),
+        "dones": dones,
+        "terminations": dones.clone(),
+        "truncations": dones.clone(),
+        "forward_inputs": {name: torch.stack([step[0][name] for step in steps]) for name in steps[0][0]},
+    }
+
+
+def copy_batch(batch: dict[str, Any]) -> dict[str, Any]:
+    """A batch that the worker may change; the tensors are shared."""
+    return {k: dict(v) if isinstance(v, dict) else v for k, v in batch.items()}
+
+
+def seconds(function: Callable[[], Any]) -> tuple[float, Any]:
+    """Wall time with the GPU's work finished, and the result."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    begin = time.perf_counter()
+    result = function()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - begin, result
+
+
+def measure(model: Any, batch: dict[str, Any], args: argparse.Namespace, prefix: str) -> dict[str, Any]:
+    """Times of the last of ``args.rounds`` steps; metrics of the first, which has learnt nothing yet."""
+    from rlinf_phyai.actor.in_process import in_process_actor
+
+    actor = in_process_actor(config(args.micro_batch, args.samples, prefix), model_provider=lambda worker: model)
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    found: dict[str, Any] = {}
+    for _ in range(args.rounds):
+        actor.rollout_batch = actor._process_received_rollout_batch(copy_batch(batch))
+        rescoring, _ = seconds(actor.compute_advantages_and_returns)
+        p = actor.rollout_batch["prev_logprobs"]
+        training, metrics = seconds(actor.run_training)
+        found.setdefault("logprobs", p)
+        found.setdefault("metrics", {k: v for k, v in metrics.items() if k.startswith("actor/")})
+        found["rescoring_ms_per_observation"] = rescoring / args.samples * 1e3
+        found["training_ms_per_observation"] = training / args.samples * 1e3
+    if torch.cuda.is_available():
+        found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samples", type=int, default=256, help="observations per step (a multiple of 8)")
+    parser.add_argument("--micro-batch", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=2, help="steps; the last one is reported")
+    parser.add_argument("--output", type=Path, default=RESULTS / "actor.json")
+    args = parser.parse_args()
+
+    from rlinf_phyai.actor.in_process import start_process_group
+
+    start_process_group()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    results: dict[str, Any] = {}
+    scores = {}
+    batch: dict[str, Any] | None = None
+    for prefix in ("dense", "real_tokens"):
+        model = random_actor(device=device)
+        set_transforms(model)
+        batch = batch or make_batch(model, args.samples)
+        results[prefix] = measure(model, batch, args, prefix)
+        del model
+        scores[prefix] = results[prefix].pop("logprobs")
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    dense, ours = results["dense"], results["real_tokens"]
+    results["rescoring_speed_up"] = dense["rescoring_ms_per_observation"] / ours["rescoring_ms_per_observation"]
+    results["training_share_of_dense"] = ours["training_ms_per_observation"] / dense["training_ms_per_observation"]
+
+    gap = (scores["dense"] - scores["real_tokens"]).abs()
+    results["logprob_gap_between_prefixes"] = {"mean": float(gap.mean()), "max": float(gap.max())}
+
+    table = Table(title=f"Actor, {args.samples} observations, micro-batch {args.micro_batch}")
+    for column in ("prefix", "rescoring ms/obs", "training ms/obs", "ratio max dev", "peak GiB"):
+        table.add_column(column)
+    for prefix in ("dense", "real_tokens"):
+        row = results[prefix]
+        table.add_row(
+            prefix,
+            f"{row['rescoring_ms_per_observation']:.2f}",
+            f"{row['training_ms_per_observation']:.2f}",
+            f"{row['metrics']['actor/first_update/ratio_max_dev']:g}",
+            f"{row.get('peak_gib', 0):.1f}",
+        )
+    Console().print(table)
+    Console().print({k: v for k, v in results.items() if k not in ("dense", "real_tokens")})
+    write_json(args.output, {"benchmark": "actor", "arguments": {k: str(v) for k, v in vars(args).items()}, **results})
+
+
+if __name__ == "__main__":
+    main()
