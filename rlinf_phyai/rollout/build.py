@@ -71,7 +71,13 @@ def build_policy(
         value_source=options.get("value_source", "rollout"),
         logprob_offset=float(options.get("debug_logprob_offset", 0.0)),
     )
-    sampling = SamplingOptions(config.num_steps, config.noise_level, config.joint_logprob, config.ignore_last)
+    sampling = SamplingOptions(
+        config.num_steps,
+        config.noise_level,
+        config.joint_logprob,
+        config.ignore_last,
+        trains=not cfg.runner.get("only_eval", False),
+    )
     seed = int(OmegaConf.select(cfg, "actor.seed", default=0))
     engine = Engine(
         EngineArgs(
@@ -130,7 +136,7 @@ def check_supported(openpi: Mapping[str, Any]) -> None:
         problems.append(f"openpi.config_name {openpi['config_name']!r} is a PI0 model; the engine runs PI0.5")
     if openpi["noise_method"] != "flow_sde":
         problems.append(f"openpi.noise_method is {openpi['noise_method']!r}; the engine samples with 'flow_sde'")
-    for name in ("noise_anneal", "safe_get_logprob", "use_dsrl", "is_nft"):
+    for name in ("noise_anneal", "safe_get_logprob", "double_layer", "use_dsrl", "is_nft"):
         if openpi[name]:
             problems.append(f"openpi.{name} is on; the engine does not implement it")
     if problems:

@@ -39,16 +39,20 @@ class SamplingOptions:
         noise_level: scale of every sigma; must be positive, or all log-probabilities would be 0.
         joint_logprob: all steps stochastic instead of one per batch.
         ignore_last: never choose the last step.
+        trains: whether training samples are drawn at all; a run that only evaluates needs no noise level.
     """
 
     num_steps: int
     noise_level: float
     joint_logprob: bool = False
     ignore_last: bool = False
+    trains: bool = True
 
     def __post_init__(self) -> None:
         if self.num_steps < 1:
             raise ValueError(f"num_steps is {self.num_steps}; at least 1 denoise step is needed")
+        if not self.trains:
+            return
         if not self.noise_level > 0:
             raise ValueError(
                 f"noise_level is {self.noise_level}; sampling for training needs a positive noise level (0.5 is usual),"
@@ -129,10 +133,14 @@ class FlowSampler:
         """Draws the choices for ``batch`` observations.
 
         Raises:
-            ValueError: an unknown mode or an empty batch.
+            ValueError: an unknown mode, an empty batch, or training samples in a run that only evaluates.
         """
         if mode not in _PURPOSES:
             raise ValueError(f"mode is {mode!r}; allowed: 'train', 'eval'")
+        if mode == "train" and not self.options.trains:
+            raise ValueError(
+                "this sampler was set up for evaluation only (runner.only_eval); it draws no training samples"
+            )
         if batch < 1:
             raise ValueError(f"batch is {batch}; at least 1 observation is needed")
         steps = self.options.num_steps

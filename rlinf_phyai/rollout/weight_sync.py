@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from rlinf_phyai.engine import Engine
@@ -107,8 +106,6 @@ class EngineWeights:
             self._abort()
             raise
         self._session = None
-        if self._engine.device.type == "cuda":
-            torch.cuda.current_stream(self._engine.device).synchronize()  # the syncer may free its buckets now
         session.report = self._engine.finish_weight_update(session.version)
 
     def _abort(self) -> None:

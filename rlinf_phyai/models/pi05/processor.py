@@ -297,6 +297,30 @@ class PI05Processor:
         (directory / _TOKENIZER_FILE).write_bytes(self.tokenizer.model_proto)
 
     @classmethod
+    def from_checkpoint(
+        cls,
+        directory: Path | str,
+        options: ProcessorOptions | None = None,
+        tokenizer: Path | str | None = None,
+        asset_id: str = "physical-intelligence/libero",
+        device: torch.device | str = "cpu",
+    ) -> PI05Processor:
+        """Builds from a policy checkpoint, which holds the statistics but not every option.
+
+        Args:
+            directory: the checkpoint; statistics are read from ``<directory>/<asset_id>/norm_stats.json``.
+            options: see :class:`ProcessorOptions`; None takes the defaults.
+            tokenizer: sentencepiece model; None looks for ``big_vision/paligemma_tokenizer.model`` in the checkpoint.
+
+        Raises:
+            FileNotFoundError: statistics or tokenizer are missing; the message names the path.
+        """
+        directory, options = Path(directory), options or ProcessorOptions()
+        path = Path(tokenizer) if tokenizer is not None else directory / "big_vision" / "paligemma_tokenizer.model"
+        stats = load_norm_stats(directory / asset_id / "norm_stats.json")
+        return cls(options, PromptTokenizer.from_file(path, options.max_token_len), stats, device)
+
+    @classmethod
     def load(cls, directory: Path | str, device: torch.device | str = "cpu") -> PI05Processor:
         """Reads what :meth:`save` wrote; no option has to be passed again.
 

@@ -22,9 +22,7 @@ TOKENIZER_FILE = Path("big_vision/paligemma_tokenizer.model")
 
 
 def _processor(checkpoint: Path, **options) -> PI05Processor:
-    chosen = ProcessorOptions(**options)
-    tokenizer = PromptTokenizer.from_file(checkpoint / TOKENIZER_FILE, chosen.max_token_len)
-    return PI05Processor(chosen, tokenizer, load_norm_stats(checkpoint / STATS_FILE))
+    return PI05Processor.from_checkpoint(checkpoint, ProcessorOptions(**options))
 
 
 # -- resize ---------------------------------------------------------------------------------------------------------
@@ -255,6 +253,13 @@ def test_save_and_load_keep_every_option(checkpoint: Path, tmp_path: Path) -> No
     assert torch.equal(loaded.tokenize(SENTENCES[:2], states)[0], original.tokenize(SENTENCES[:2], states)[0])
     assert torch.equal(loaded.unnormalize_actions(actions), original.unnormalize_actions(actions))
     assert torch.equal(loaded.normalize_state(states), original.normalize_state(states))
+
+
+def test_a_checkpoint_without_its_files_is_named(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"norm_stats\.json"):
+        PI05Processor.from_checkpoint(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"elsewhere\.model"):
+        PI05Processor.from_checkpoint(checkpoint, tokenizer=tmp_path / "elsewhere.model")
 
 
 def test_load_refuses_unknown_and_missing_options(checkpoint: Path, tmp_path: Path) -> None:

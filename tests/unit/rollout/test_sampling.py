@@ -144,6 +144,13 @@ def test_evaluating_does_not_change_training() -> None:
     assert torch.equal(with_evaluation.plan(2, "train").noise, without.plan(2, "train").noise)
 
 
+def test_a_run_that_only_evaluates_needs_no_noise_level() -> None:
+    sampler = FlowSampler(SamplingOptions(1, 0.0, ignore_last=True, trains=False), SHAPE, 0, 0)
+    assert sampler.plan(2, "eval").noise.shape == (2, *SHAPE)
+    with pytest.raises(ValueError, match="evaluation only"):
+        sampler.plan(2, "train")
+
+
 def test_options_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ValueError, match="positive noise level"):
         SamplingOptions(3, 0.0)
