@@ -45,16 +45,8 @@ def fill_cache(
         q = kernels.rope_cache(qkv, rotary.cos, rotary.sin, None, cache.k[i], cache.v[i], q_heads)
         if last:
             return
-        h = attend_and_project(kernels, weights, i, q, lengths, cache, rows)
+        attended = kernels.attention(q, cache.k[i], cache.v[i], lengths, c.attention_scale)
+        y = kernels.linear(attended.reshape(rows.shape[0], -1), layer.o)
+        h = kernels.add_rms_norm(rows, y, weights.prefix_norms[2 * i + 1], c.norm_eps)
         y = kernels.linear(kernels.linear_gated_gelu(h, layer.gate_up), layer.down)
         h = kernels.add_rms_norm(rows, y, weights.prefix_norms[2 * i + 2], c.norm_eps)
-
-
-def attend_and_project(
-    kernels: Kernels, weights: PI05Weights, i: int, q: Tensor, lengths: Tensor, cache: KeyValueCache, rows: Tensor
-) -> Tensor:
-    """Attention of layer i, its output projection, the residual and the norm before the MLP: returns [B * L, width]."""
-    c = weights.config.prefix
-    attended = kernels.attention(q, cache.k[i], cache.v[i], lengths, c.attention_scale)
-    y = kernels.linear(attended.reshape(rows.shape[0], -1), weights.prefix_layers[i].o)
-    return kernels.add_rms_norm(rows, y, weights.prefix_norms[2 * i + 1], c.norm_eps)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlinf_phyai.kernels import Kernels
 from rlinf_phyai.models.pi05.cache import KeyValueCache
-from rlinf_phyai.models.pi05.prefix import attend_and_project, embed_prompt
+from rlinf_phyai.models.pi05.prefix import embed_prompt
 from rlinf_phyai.models.pi05.tables import DerivedTables
 from rlinf_phyai.models.pi05.weights import PI05Weights
 
@@ -64,47 +64,42 @@ def fill_cache_and_value(
     total = config.num_cameras * tokens + config.tokenizer_max_length
     padding = (cameras * tokens + config.tokenizer_max_length - lengths).float()  # padded prompt positions [B]
 
-    rows = x.view(batch * length, width)
-    extra = _extra_rows(weights, tables, batch, masked_cameras)  # [B, E, width]; the padded row is the last
     valid = (torch.arange(length, device=x.device)[None] < lengths[:, None]).unsqueeze(-1)
     weight = float(torch.tensor(1.0 / total).to(weights.params_dtype))  # a probability in the actor's attention
-    norms = weights.prefix_norms
-    h, g = kernels.rms_norm(rows, norms[0], c.norm_eps), _rows(kernels.rms_norm, extra, norms[0], c.norm_eps)
+    norms, main = weights.prefix_norms, batch * length
+    # One residual stream: the real rows of all samples, then the extra rows of all samples (the padded row is the last of each).
+    rows = torch.cat((x.view(main, width), _extra_rows(weights, tables, batch, masked_cameras)))
+    h = kernels.rms_norm(rows, norms[0], c.norm_eps)
     for i, layer in enumerate(weights.prefix_layers):
-        qkv = kernels.linear(h, layer.qkv).view(batch, length, -1)
+        qkv = kernels.linear(h[:main], layer.qkv).view(batch, length, -1)
         q = kernels.rope_cache(qkv, tables.rotary.cos, tables.rotary.sin, None, cache.k[i], cache.v[i], c.num_heads)
-        extra_v = kernels.linear(g, layer.v)
-        h = attend_and_project(kernels, weights, i, q, lengths, cache, rows)
+        attended = kernels.attention(q, cache.k[i], cache.v[i], lengths, c.attention_scale)
 
+        extra_v = kernels.linear(h[main:], layer.v).view(batch, -1, layer.v.shape[0])
         value_sum = torch.where(valid, cache.v[i][:, :length].flatten(2), 0).sum(dim=1, dtype=torch.float32)
         value_sum = value_sum + masked_cameras * extra_v[:, :-1].sum(dim=1, dtype=torch.float32)
         value_sum = value_sum + padding[:, None] * extra_v[:, -1].float()
         mean_v = (weight * value_sum).to(weights.params_dtype).view(batch, c.num_kv_heads, 1, c.head_dim)
         heads = mean_v.expand(-1, -1, c.num_heads // c.num_kv_heads, -1).reshape(batch, -1)
-        y_extra = kernels.linear(heads, layer.o)
-        if i + 1 == c.depth:
-            extra = extra[:, -1:].contiguous()  # masked cameras are not pooled: their rows end with the last layer's V
-        extra = extra + y_extra[:, None]
-        g = _rows(kernels.rms_norm, extra, norms[2 * i + 1], c.norm_eps)
-        both = torch.cat((h, g.view(-1, width)))  # one GEMM for all rows
-        y_both = kernels.linear(kernels.linear_gated_gelu(both, layer.gate_up), layer.down)
-        h = kernels.add_rms_norm(rows, y_both[: batch * length], norms[2 * i + 2], c.norm_eps)
-        extra = extra + y_both[batch * length :].view_as(extra)
-        g = _rows(kernels.rms_norm, extra, norms[2 * i + 2], c.norm_eps)
-    pooled = _pool(config.value_mode, h.view(batch, length, width), g[:, -1], lengths, padding, valid)
+        if i + 1 == c.depth:  # masked cameras are not pooled: their rows end with the last layer's V
+            rows = torch.cat((rows[:main], rows[main:].view(batch, -1, width)[:, -1]))
+
+        y = torch.empty_like(rows)
+        torch.mm(attended.reshape(main, -1), layer.o.t(), out=y[:main])
+        y[main:].view(batch, -1, width).copy_(kernels.linear(heads, layer.o)[:, None])
+        h = kernels.add_rms_norm(rows, y, norms[2 * i + 1], c.norm_eps)
+        y = kernels.linear(kernels.linear_gated_gelu(h, layer.gate_up), layer.down)
+        h = kernels.add_rms_norm(rows, y, norms[2 * i + 2], c.norm_eps)
+    pooled = _pool(config.value_mode, h[:main].view(batch, length, width), h[main:], lengths, padding, valid)
     return critic(weights, pooled)[:, None]
 
 
-def _rows(function, x: Tensor, *args) -> Tensor:  # type: ignore[no-untyped-def]
-    """Applies a row kernel to [B, E, width]."""
-    return function(x.reshape(-1, x.shape[-1]), *args).view(x.shape)
-
-
 def _extra_rows(weights: PI05Weights, tables: DerivedTables, batch: int, masked_cameras: int) -> Tensor:
+    """Embeddings [B * E, width] of one masked camera, if there is any, and of one padded prompt position per sample."""
     pad = embed_prompt(weights, torch.full((1,), _PAD_ID, dtype=torch.int64, device=weights.device))
     if masked_cameras and tables.masked_tokens is not None:
         pad = torch.cat((tables.masked_tokens, pad))
-    return pad[None].repeat(batch, 1, 1)
+    return pad.repeat(batch, 1)
 
 
 def _pool(mode: str | None, output: Tensor, padded: Tensor, lengths: Tensor, padding: Tensor, valid: Tensor) -> Tensor:
