@@ -7,6 +7,8 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 
+from rlinf_phyai.actor.limits import Limits
+
 ADVICE = (
     "Run `rlinf-phyai check` on this config: it scores the same observations with engine and actor. Usual causes: the "
     "engine holds other weights than the actor (weight_syncer, runner.ckpt_path), another kernel policy "
@@ -14,31 +16,21 @@ ADVICE = (
 )
 
 
-@dataclass(frozen=True)
-class WarningLimits:
-    """When to warn.
+@dataclass
+class CorrectionMonitor:
+    """Remembers the last gaps; one instance per run.
 
     Attributes:
-        weight_low, weight_high: allowed range of the mean importance weight.
-        effective_sample_size: smallest share of effective samples.
+        limits: of the mean weight and the effective sample size.
         gap_growth: how much larger the log-prob gap may become than the mean of the last ``window`` steps.
         window: number of steps compared with.
         gap_floor: nats per element below which growth is rounding and is not reported.
     """
 
-    weight_low: float = 0.5
-    weight_high: float = 2.0
-    effective_sample_size: float = 0.3
+    limits: Limits = field(default_factory=Limits)
     gap_growth: float = 3.0
     window: int = 10
     gap_floor: float = 1e-3
-
-
-@dataclass
-class CorrectionMonitor:
-    """Remembers the last gaps; one instance per run."""
-
-    limits: WarningLimits = field(default_factory=WarningLimits)
     _gaps: deque[float] = field(default_factory=deque)
 
     def check(self, metrics: dict[str, float]) -> list[str]:
@@ -59,12 +51,12 @@ class CorrectionMonitor:
         gap = metrics.get("actor/rollout_train_logprob_gap", math.nan)
         if not math.isnan(gap):
             usual = sum(self._gaps) / len(self._gaps) if self._gaps else math.nan
-            if len(self._gaps) == limits.window and gap > max(limits.gap_growth * usual, limits.gap_floor):
+            if len(self._gaps) == self.window and gap > max(self.gap_growth * usual, self.gap_floor):
                 messages.append(
-                    f"log-prob gap {gap:.3g} nats per element is more than {limits.gap_growth:g} times the mean of the "
-                    f"last {limits.window} steps ({usual:.3g}). {ADVICE}"
+                    f"log-prob gap {gap:.3g} nats per element is more than {self.gap_growth:g} times the mean of the "
+                    f"last {self.window} steps ({usual:.3g}). {ADVICE}"
                 )
             self._gaps.append(gap)
-            if len(self._gaps) > limits.window:
+            if len(self._gaps) > self.window:
                 self._gaps.popleft()
         return messages

@@ -22,6 +22,7 @@ from rlinf.workers.actor.fsdp_actor_worker import EmbodiedFSDPActor
 from rlinf_phyai import __version__
 from rlinf_phyai.actor.correction import CorrectionConfig, advantage_weights
 from rlinf_phyai.actor.gaussian import GaussianSettings, gaussian_metrics
+from rlinf_phyai.actor.limits import Limits, judge
 from rlinf_phyai.actor.losses import (
     CORRECTED_LOSSES,
     LOSS_PREFIX,
@@ -32,10 +33,11 @@ from rlinf_phyai.actor.losses import (
 )
 from rlinf_phyai.actor.metrics import CorrectionSums, first_update_metrics
 from rlinf_phyai.actor.model import POOLED_KEY, choose_prefix, use_real_tokens
-from rlinf_phyai.actor.monitor import CorrectionMonitor
+from rlinf_phyai.actor.monitor import ADVICE, CorrectionMonitor
 from rlinf_phyai.actor.rescoring import BatchPlan, rescore
 from rlinf_phyai.actor.values import actor_values, check_value_source, refuse_missing_values, value_gap_metrics
 from rlinf_phyai.checksum import Checksum, checksums
+from rlinf_phyai.errors import PhyaiError
 
 UNUSED_BY_ACTIONS = ("gemma_expert.lm_head.weight",)
 """Trainable by name only: the action path never reads the expert's language head (0.5 GB at full size)."""
@@ -58,6 +60,7 @@ class PhyaiActorWorker(EmbodiedFSDPActor):
         check_value_source(self._value_source, self.correction.recompute, self._values_comparable)
         self._gaussian = GaussianSettings.from_config(self.cfg)
         self._monitor = CorrectionMonitor()
+        self._self_check = OmegaConf.select(self.cfg, "rollout.phyai.self_check", default="off")
         self._correction_metrics: dict[str, float] = {}
         self._weight_normalizer = 1.0
         self._first_update: FirstUpdate | None = None
@@ -154,9 +157,32 @@ class PhyaiActorWorker(EmbodiedFSDPActor):
         if self._gaussian is not None:
             steps = self.rollout_batch["forward_inputs"]["denoise_inds"][..., 0]
             self._correction_metrics.update(gaussian_metrics(p, q, steps, mask, self._gaussian, self.device))
+        self._check_first_step()
         if self._rank == 0:
             for message in self._monitor.check(self._correction_metrics):
                 self._logger.warning(f"importance-sampling correction: {message}")
+
+    def _check_first_step(self) -> None:
+        """``rollout.phyai.self_check``: before anything is learnt, rollout and actor must agree.
+
+        Every rank sees the same reduced figures, so all of them stop or none.
+
+        Raises:
+            PhyaiError: with ``stop``, a figure beyond its limit.
+        """
+        choice, self._self_check = self._self_check, "off"
+        if choice not in ("warn", "stop"):
+            return
+        failed = [verdict for verdict in judge(self._correction_metrics, Limits()) if not verdict.ok]
+        if not failed:
+            self._logger.info("self-check: rollout and actor agree within the limits.")
+            return
+        message = "self-check: rollout and actor disagree before the first update. " + "; ".join(map(str, failed))
+        message += f". {ADVICE}"
+        if choice == "stop":
+            raise PhyaiError(f"{message} (rollout.phyai.self_check: stop)")
+        if self._rank == 0:
+            self._logger.warning(message)
 
     def _score(self, forward_inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
         """The forward of RLinf's ``train_micro_batch``, argument by argument."""

@@ -203,3 +203,26 @@ def test_config_of_the_worker_names_the_corrected_loss(make_config):
     unknown = make_config(*CORRECTION, "algorithm.loss_type=decoupled_actor_critic")
     with pytest.raises(ValueError, match=r"'decoupled_actor_critic'.*actor_critic, actor"):
         corrected_config(unknown, CorrectionConfig.from_config(unknown))
+
+
+@pytest.mark.parametrize("choice", ["off", "warn", "stop"])
+def test_self_check_before_the_first_update(make_actor, make_config, give_batch, caplog, choice):
+    from rlinf_phyai.errors import PhyaiError
+
+    actor = make_actor(make_config(*CORRECTION, f"rollout.phyai.self_check={choice}"))
+    give_batch(actor)
+    actor.compute_advantages_and_returns()  # nothing to complain about
+    assert "disagree" not in caplog.text
+
+    actor._self_check = choice  # as at the start of a run
+    give_batch(actor)["prev_logprobs"] += 0.3
+    if choice == "stop":
+        with pytest.raises(PhyaiError, match=r"logprob_gap is 0.3, allowed: at most 0.05.*self_check: stop"):
+            actor.compute_advantages_and_returns()
+        return
+    actor.compute_advantages_and_returns()
+    assert ("self-check: rollout and actor disagree" in caplog.text) == (choice == "warn")
+    caplog.clear()
+    give_batch(actor)["prev_logprobs"] += 0.3
+    actor.compute_advantages_and_returns()  # only once
+    assert "self-check" not in caplog.text

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Verdicts name the figure, the limit and the meaning."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from rlinf_phyai.actor.limits import Limits, judge
+
+HEALTHY = {
+    "actor/rollout_train_logprob_gap": 0.01,
+    "actor/rollout_train_kl": 0.001,
+    "actor/importance_sampling_weight": 1.0,
+    "actor/importance_sampling_effective_sample_size": 0.95,
+    "actor/rollout_train_value_gap": 0.001,
+}
+
+
+def test_healthy_figures_pass():
+    verdicts = judge(HEALTHY, Limits())
+    assert [v.name for v in verdicts] == list(HEALTHY)
+    assert all(v.ok for v in verdicts)
+
+
+@pytest.mark.parametrize(
+    "name, value, words",
+    [
+        ("actor/rollout_train_logprob_gap", 0.2, "at most 0.05"),
+        ("actor/rollout_train_kl", 1.0, "at most 0.05"),
+        ("actor/importance_sampling_weight", 0.1, "0.5 to 2"),
+        ("actor/importance_sampling_weight", 3.0, "0.5 to 2"),
+        ("actor/importance_sampling_effective_sample_size", 0.1, "at least 0.3"),
+        ("actor/rollout_train_value_gap", 0.5, "at most 0.1"),
+        ("actor/rollout_train_logprob_gap", math.nan, "nan"),
+    ],
+)
+def test_one_figure_beyond_its_limit(name, value, words):
+    failed = [v for v in judge(HEALTHY | {name: value}, Limits()) if not v.ok]
+    assert [v.name for v in failed] == [name]
+    assert words in str(failed[0])
+    assert failed[0].meaning in str(failed[0])
+
+
+def test_what_was_not_reported_is_not_judged():
+    assert judge({}, Limits()) == []
+
+
+def test_limits_can_be_set():
+    limits = Limits.from_pairs({"logprob_gap": 0.5})
+    assert all(v.ok for v in judge(HEALTHY | {"actor/rollout_train_logprob_gap": 0.2}, limits))
+
+
+@pytest.mark.parametrize("pairs, words", [({"gap": 1.0}, "unknown limit 'gap'"), ({"kl": -1.0}, "kl is -1.0")])
+def test_limits_that_make_no_sense(pairs, words):
+    with pytest.raises(ValueError, match=words):
+        Limits.from_pairs(pairs)
