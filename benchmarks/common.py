@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -75,9 +76,10 @@ def copy_bandwidth_tbs(gib: float = 2.0) -> float:
 
 def machine() -> dict[str, Any]:
     """GPU, versions and commit, for the JSON of every result."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=RESULTS.parent, check=False
-    ).stdout.strip()
+    commit = os.environ.get("BENCHMARK_COMMIT", "")  # for machines that get the files without the repository
+    if not commit:
+        command = ["git", "rev-parse", "--short", "HEAD"]
+        commit = subprocess.run(command, capture_output=True, text=True, cwd=RESULTS.parent, check=False).stdout.strip()
     found: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__, "commit": commit or None}
     if torch.cuda.is_available():
         found |= {
