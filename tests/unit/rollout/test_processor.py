@@ -116,12 +116,12 @@ def test_a_cut_prompt_warns(checkpoint: Path, caplog: pytest.LogCaptureFixture) 
 def test_the_prompt_cache_is_bounded_and_keeps_the_recent(checkpoint: Path) -> None:
     tokenizer = PromptTokenizer.from_file(checkpoint / TOKENIZER_FILE, 200, cache_size=3)
     for number in range(10):
-        tokenizer([f"task {number}", "always here"])
-    assert len(tokenizer._cache) == 3
-    assert "always here" in tokenizer._cache
-    assert "task 0" not in tokenizer._cache
-    first, _ = tokenizer(["always here"])
-    fresh, _ = PromptTokenizer.from_file(checkpoint / TOKENIZER_FILE, 200)(["always here"])
+        tokenizer([f"task {number}"])
+    assert list(tokenizer._cache) == ["task 7", "task 8", "task 9"]
+    first, _ = tokenizer(["task 7"])  # used again, so task 8 is now the oldest
+    tokenizer(["another"])
+    assert list(tokenizer._cache) == ["task 9", "task 7", "another"]
+    fresh, _ = PromptTokenizer.from_file(checkpoint / TOKENIZER_FILE, 200)(["task 7"])
     assert torch.equal(first, fresh)
 
 

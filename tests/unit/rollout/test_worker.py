@@ -191,11 +191,17 @@ def test_without_a_critic_there_is_no_bootstrap(make_config, make_worker) -> Non
     assert all(torch.equal(result.prev_values, torch.zeros(4, 1)) for result in results)
 
 
-def test_evaluation_inside_training_does_not_count(make_config, make_worker) -> None:
-    worker = make_worker(make_config(), epoch_inbox())
-    actions, result = worker.predict(make_observation(2), mode="eval")
-    assert actions.shape == (2, 5, 7)
-    assert not result["prev_logprobs"].any()
+def test_evaluation_does_not_count_as_a_prediction_of_the_epoch(make_config, make_worker) -> None:
+    inbox = epoch_inbox()
+    worker = make_worker(make_config(), inbox)
+
+    def evaluate_first(**_: Any) -> _Ready:
+        actions, result = worker.predict(make_observation(2), mode="eval")
+        assert actions.shape == (2, 5, 7)
+        assert not result["prev_logprobs"].any()
+        return _Ready(inbox.pop(0))
+
+    worker.recv_from = evaluate_first
     assert [result.prev_logprobs is None for result in run_epoch(worker)] == [False, False, True]
 
 
