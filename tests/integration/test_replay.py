@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from tests.integration.conftest import TINY, Run, load
-from tests.unit.actor.conftest import in_process, process_group  # noqa: F401  (a fixture)
 
 pytestmark = pytest.mark.integration
 
@@ -31,19 +30,18 @@ COMPARED = (
 
 
 @pytest.fixture
-def actor(process_group: None, tiny_checkpoint: Path, recorded_run: Run, monkeypatch: pytest.MonkeyPatch) -> Any:  # noqa: F811
+def actor(tiny_checkpoint: Path, recorded_run: Run, repository: Path) -> Any:
     """The actor of the recorded run, with the weights that it had before its first update."""
     from hydra import compose, initialize_config_dir
-    from rlinf.workers.actor import fsdp_actor_worker
 
-    from rlinf_phyai.actor.model_provider import build_openpi
-    from rlinf_phyai.actor.worker import PhyaiActorWorker
+    from rlinf_phyai import plugin
+    from rlinf_phyai.actor.in_process import in_process_actor, start_process_group
 
-    monkeypatch.setattr(fsdp_actor_worker, "get_model", build_openpi)
-    config_dir = Path(__file__).resolve().parents[2] / "examples" / "embodiment" / "config"
-    with initialize_config_dir(str(config_dir), version_base="1.3"):
+    plugin.register()
+    start_process_group()
+    with initialize_config_dir(str(repository / "examples" / "embodiment" / "config"), version_base="1.3"):
         cfg = compose(TINY, [f"actor.model.model_path={tiny_checkpoint}"])
-    worker = in_process(PhyaiActorWorker, cfg)
+    worker = in_process_actor(cfg)
     weights = load(recorded_run.record_dir / "sync_0.pt")["actor"]
     with torch.no_grad():
         for name, parameter in worker.model.named_parameters():
