@@ -100,13 +100,12 @@ def main(arguments: list[str] | None = None) -> int:
             "torch": (composed.expert_layer, {"kernels": torch_ops}, None),
             "triton+cublas": (composed.expert_layer, {"kernels": single}, None),
             "triton": (composed.expert_layer, {"kernels": split}, None),
-            "fused": (triton_expert.expert_layer, {"counters": counters}, None),
-            "fused+overlap": (triton_expert.expert_layer, {"counters": counters, "overlap": True}, None),
+            "fused": (triton_expert.expert_layer, {"counters": counters, "kernels": single}, None),
         }
         if batch == 1:
             for name, tiles in gemm_variants().items():
-                extra = {"counters": counters, "overlap": True}
-                contenders[f"fused+overlap {name}"] = (triton_expert.expert_layer, extra, tiles)
+                extra = {"counters": counters}
+                contenders[f"fused {name}"] = (triton_expert.expert_layer, extra, tiles)
         reference = start.clone()
         composed.expert_layer(reference, *work[0])
         for name, (layer, extra, tiles) in contenders.items():

@@ -64,7 +64,6 @@ _MORE: dict[str, dict[str, dict[str, str] | set[str]]] = {
         "triton_gated_gemm": {"linear_gated_gelu"},
         "triton_expert": {"expert_layer"},
     },
-    "triton_overlapped": {"triton_expert": {"expert_layer": "expert_layer_overlapped"}},
     "flash": {"flash": {"attention": "attention", "suffix_attention": "attention", "vision_attention": "vision_attention"}},
     "cudnn": {"flash": {"attention": "attention_cudnn", "vision_attention": "vision_attention_cudnn"}},
     "cublaslt": {"triton_activations": {"linear_gelu": "linear_gelu_epilogue"}},

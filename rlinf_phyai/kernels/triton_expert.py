@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One layer of the action expert in few launches, for batches where launches and weight reads are what time goes to.
+"""One layer of the action expert in five launches, for the few rows of one to three observations.
 
-Five kernels for up to 32 rows (AdaRMSNorm inside the GEMMs that need it), seven for up to 128; above that cuBLAS does the
-products. Rotary embedding happens inside the attention kernel, which reads the prefix's keys from the cache and the suffix's own
-from the projection, so nothing of the suffix is ever written to the cache.
+With so few rows, launches and weight reads are what time goes to: AdaRMSNorm runs inside the GEMMs that need it, gated
+GELU and gated residuals in their epilogues. More rows go through the chain of single operations, whose products cuBLAS
+does faster. Rotary embedding happens inside the attention kernel, which reads the prefix's keys from the cache and the
+suffix's own from the projection, so nothing of the suffix is written to the cache.
 Reference: :func:`rlinf_phyai.kernels.expert_layer.expert_layer`.
 """
 
@@ -12,22 +13,20 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from rlinf_phyai.kernels.triton_activations import gated_gelu
+from rlinf_phyai.kernels import expert_layer as chained
 from rlinf_phyai.kernels.triton_attention import online_softmax, suffix_geometry
 from rlinf_phyai.kernels.triton_common import dot_precision, unsupported_reason
-from rlinf_phyai.kernels.triton_norms import ada_rms_norm, add_ada_rms_norm
 from rlinf_phyai.kernels.triton_rope import rotate_halves
-from rlinf_phyai.kernels.triton_suffix_linear import MAX_ROWS, launch, suffix_gemm_config
+from rlinf_phyai.kernels.triton_suffix_linear import launch, suffix_gemm_config
 
 __all__ = ["expert_layer", "new_counters", "suffix_rope_attention", "unsupported_reason"]
 
-NORM_IN_GEMM_ROWS = 32
+FUSED_ROWS = 32
+"""Above this many rows the chain of single operations is faster."""
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -43,11 +42,8 @@ def _rope_attention_kernel(
     qkv_ptr, cos_ptr, sin_ptr, starts_ptr, k_ptr, v_ptr, out_ptr, part_ptr, top_ptr, total_ptr, counter_ptr, slots, scale,
     LENGTH: tl.constexpr, KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr,
     HEAD_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUFFIX_BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
+    SPLITS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
     HEAD_DIM: tl.constexpr = 2 * HALF
     TOKEN: tl.constexpr = (KV_HEADS * GROUPS + 2 * KV_HEADS) * HEAD_DIM
     ROWS: tl.constexpr = LENGTH * GROUPS
@@ -153,7 +149,6 @@ def suffix_rope_attention(
     num_q_heads: int,
     scale: float,
     counters: Tensor,
-    overlap: bool = False,
 ) -> Tensor:
     """``rope_cache`` and ``suffix_attention`` in one launch, without writing the cache.
 
@@ -181,10 +176,9 @@ def suffix_rope_attention(
         qkv, cos, sin, starts, k_cache, v_cache, out, parts, top, total, counters, slots, scale,
         LENGTH=length, KV_HEADS=kv_heads, GROUPS=groups, HALF=half, HALF_BLOCK=max(16, triton.next_power_of_2(half)),
         HEAD_BLOCK=max(16, triton.next_power_of_2(head_dim)), BLOCK_M=block_m, BLOCK_N=block_n,
-        SUFFIX_BLOCK=max(16, triton.next_power_of_2(length)), SPLITS=splits, OVERLAP=overlap, PRECISION=dot_precision(qkv),
+        SUFFIX_BLOCK=max(16, triton.next_power_of_2(length)), SPLITS=splits, PRECISION=dot_precision(qkv),
         num_warps=warps, num_stages=2,
         enable_fp_fusion=False,  # a fused multiply-add would skip the rounding of the rotation's products
-        **({"launch_pdl": True} if overlap else {}),
     )  # fmt: skip
     return out
 
@@ -203,51 +197,31 @@ def expert_layer(
     eps: float,
     counters: Tensor,
     kernels: Any = None,
-    overlap: bool = False,
 ) -> None:
-    """See :func:`rlinf_phyai.kernels.expert_layer.expert_layer`; ``kernels`` is not used.
+    """See :func:`rlinf_phyai.kernels.expert_layer.expert_layer`; ``kernels`` serve batches of more rows.
 
     Args:
         counters: int32 zeros, see :func:`new_counters`.
-        overlap: programmatic dependent launch (compute capability 9.0).
     """
-    qkv_weight, o_weight, gate_up_weight, down_weight = weights
     rows, width = x.shape
+    if rows > FUSED_ROWS:
+        args = (rotary, starts, k_cache, v_cache, num_q_heads, scale, eps, counters)
+        return chained.expert_layer(x, weights, before_attention, before_mlp, *args, kernels=kernels)
+    qkv_weight, o_weight, gate_up_weight, down_weight = weights
     batch = starts.shape[0]
     device, element_size = x.device, x.element_size()
-    fused, norm_inside = rows <= MAX_ROWS, rows <= NORM_IN_GEMM_ROWS
-
-    def normed(parts: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor, float] | None]:
-        return (x, (*parts[:2], eps)) if norm_inside else (ada_rms_norm(x, parts[0], parts[1], eps), None)
 
     def residual(a: Tensor, weight: Tensor, gate: Tensor) -> None:
         config = suffix_gemm_config(rows, width, weight.shape[1], device, element_size, gated=False, may_split=True)
-        launch(a, weight, x, config, gate=gate, counters=counters, overlap=overlap)
+        launch(a, weight, x, config, gate=gate, counters=counters)
 
-    def attend(qkv: Tensor) -> Tensor:
-        qkv = qkv.view(batch, rows // batch, -1)
-        return suffix_rope_attention(
-            qkv, *rotary, starts, k_cache, v_cache, num_q_heads, scale, counters, overlap and fused
-        )
+    def normed(weight: Tensor, parts: tuple[Tensor, Tensor, Tensor], gated: bool) -> Tensor:
+        out = x.new_empty((rows, weight.shape[0] // 2 if gated else weight.shape[0]))
+        config = suffix_gemm_config(rows, out.shape[1], width, device, element_size, gated=gated, may_split=False)
+        launch(x, weight, out, config, norm=(parts[0], parts[1], eps), gated=gated)
+        return out
 
-    if not fused:
-        h = ada_rms_norm(x, before_attention[0], before_attention[1], eps)
-        y = F.linear(attend(F.linear(h, qkv_weight)), o_weight)
-        h = add_ada_rms_norm(x, y, before_attention[2], before_mlp[0], before_mlp[1], eps)
-        x.add_(F.linear(gated_gelu(F.linear(h, gate_up_weight)), down_weight) * before_mlp[2])
-        return
-    qkv = x.new_empty((rows, qkv_weight.shape[0]))
-    h, norm = normed(before_attention)
-    config = suffix_gemm_config(rows, qkv.shape[1], width, device, element_size, gated=False, may_split=False)
-    launch(h, qkv_weight, qkv, config, norm=norm, overlap=overlap)
-    residual(attend(qkv), o_weight, before_attention[2])
-    hidden = x.new_empty((rows, gate_up_weight.shape[0] // 2))
-    h, norm = normed(before_mlp)
-    config = suffix_gemm_config(rows, hidden.shape[1], width, device, element_size, gated=True, may_split=False)
-    launch(h, gate_up_weight, hidden, config, norm=norm, gated=True, overlap=overlap)
-    residual(hidden, down_weight, before_mlp[2])
-
-
-def expert_layer_overlapped(*args: Any, **kwargs: Any) -> None:
-    """:func:`expert_layer` with programmatic dependent launch."""
-    expert_layer(*args, **{**kwargs, "overlap": True})
+    qkv = normed(qkv_weight, before_attention, gated=False).view(batch, rows // batch, -1)
+    attended = suffix_rope_attention(qkv, *rotary, starts, k_cache, v_cache, num_q_heads, scale, counters)
+    residual(attended, o_weight, before_attention[2])
+    residual(normed(gate_up_weight, before_mlp, gated=True), down_weight, before_mlp[2])

@@ -19,7 +19,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rlinf_phyai.kernels.triton_common import dot_precision, gelu_tanh, multiprocessors, rounded, unsupported_reason
 
@@ -30,18 +29,10 @@ MAX_ROWS = 128
 
 
 @triton.jit
-def prefetch_to_l2(ptr):
-    """Asks for the cache lines at a tensor of addresses, without waiting for them."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ptr.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
 def _suffix_gemm_kernel(
     x_ptr, w_ptr, out_ptr, scale_ptr, shift_ptr, gate_ptr, part_ptr, counter_ptr, rows, columns, eps,
-    K: tl.constexpr, PART_K: tl.constexpr, LINES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SPLITS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr, OVERLAP: tl.constexpr,
+    K: tl.constexpr, PART_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     strip, split, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -53,15 +44,6 @@ def _suffix_gemm_kernel(
     n_inside, m_inside = n < columns, m < rows
     w_rows = w_ptr + n[:, None].to(tl.int64) * K
     up_rows = w_rows + columns.to(tl.int64) * K
-    if OVERLAP:
-        # The weights do not depend on the previous kernel: fetch this program's share while that one still runs.
-        line = k0 + tl.arange(0, LINES) * 64
-        exists = n_inside[:, None] & (line < tl.minimum(k0 + PART_K, K))[None, :]
-        prefetch_to_l2(tl.where(exists, w_rows + line[None, :], w_ptr))
-        if GATED:
-            prefetch_to_l2(tl.where(exists, up_rows + line[None, :], w_ptr))
-        gdc_wait()
-        gdc_launch_dependents()
 
     x_rows = x_ptr + m[:, None] * K
     if NORM:
@@ -151,7 +133,6 @@ def launch(
     gated: bool = False,
     gate: Tensor | None = None,
     counters: Tensor | None = None,
-    overlap: bool = False,
 ) -> None:
     """One launch of the kernel.
 
@@ -160,7 +141,6 @@ def launch(
         norm: AdaRMSNorm of x first: scale and shift float32 [K], eps.
         gate: [N] in x's type, gate of the residual.
         counters: int32 zeros, at least one per output tile; needed when ``config.splits > 1``. Left as zeros.
-        overlap: start while the previous kernel of the stream runs (compute capability 9.0), fetching weights ahead.
     """
     rows, inner = x.shape
     columns = out.shape[1]
@@ -170,16 +150,14 @@ def launch(
         part = x.new_empty((config.splits, rows, columns), dtype=torch.float32)
     grid = (triton.cdiv(columns, config.block_n), config.splits, triton.cdiv(rows, config.block_m))
     part_inner = triton.cdiv(triton.cdiv(inner, config.splits), config.block_k) * config.block_k
-    options = {"launch_pdl": True} if overlap else {}
     _suffix_gemm_kernel[grid](
         x, weight, out, norm[0] if norm else x, norm[1] if norm else x, gate if gate is not None else x, part,
         counters if counters is not None else x, rows, columns, norm[2] if norm else 0.0,
-        K=inner, PART_K=part_inner, LINES=triton.next_power_of_2(triton.cdiv(part_inner, 64)),
+        K=inner, PART_K=part_inner,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, SPLITS=config.splits,
-        NORM=norm is not None, GATED=gated, RESIDUAL=gate is not None, OVERLAP=overlap, PRECISION=dot_precision(x),
+        NORM=norm is not None, GATED=gated, RESIDUAL=gate is not None, PRECISION=dot_precision(x),
         num_warps=config.warps, num_stages=config.stages,
         enable_fp_fusion=False,  # a fused multiply-add would skip the rounding of product * gate
-        **options,
     )  # fmt: skip
 
 

@@ -55,20 +55,20 @@ def test_attention_ignores_masked_slots() -> None:
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(
-    "sizes, sms, rows_inside",
-    [(TINY, 4, 8), (TINY, 64, 64), (ONE, 64, 8)],
-    ids=["norm before", "norm inside", "one sample"],
+    "sizes, sms, fused_rows",
+    [(TINY, 4, 0), (TINY, 64, 64), (ONE, 64, 32)],
+    ids=["chained", "fused", "one sample"],
 )
 def test_expert_layer(
-    sizes: object, dtype: torch.dtype, sms: int, rows_inside: int, monkeypatch: pytest.MonkeyPatch
+    sizes: object, dtype: torch.dtype, sms: int, fused_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (triton_attention, triton_suffix_linear):
         monkeypatch.setattr(module, "multiprocessors", lambda _device: sms)
-    monkeypatch.setattr(triton_expert, "NORM_IN_GEMM_ROWS", rows_inside)
+    monkeypatch.setattr(triton_expert, "FUSED_ROWS", fused_rows)
     x, *arguments = expert_layer_inputs(Draw(sizes, "cpu", dtype))  # type: ignore[arg-type]
     ours, theirs, counters = x.clone(), x.clone(), triton_expert.new_counters(CPU)
     for _ in range(2):  # the second run finds the counters as the first one left them
-        triton_expert.expert_layer(ours, *arguments, counters=counters)
+        triton_expert.expert_layer(ours, *arguments, counters=counters, kernels=torch_ops)
         composed.expert_layer(theirs, *arguments)
     assert relative_error(ours, theirs) < (2e-6 if dtype == torch.float32 else 5e-3)
     assert not counters.any()
