@@ -3,16 +3,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from rlinf.utils.logging import get_logger
 
-from rlinf_phyai.actor.observations import SUPPORTED_CONFIGS, ReplayTransform
-from rlinf_phyai.actor.prefix import VALUE_MODES, PaddedLayout, register_attention, run_prefix
+from rlinf_phyai.actor.observations import CAMERAS, SUPPORTED_CONFIGS, ReplayTransform
+from rlinf_phyai.actor.prefix import VALUE_MODES, PaddedLayout, PrefixKeys, PromptLayout, register_attention, run_prefix
 
+LAYOUT_KEY = "prompt_layout"
 POOLED_KEY = "prefix_pooled"
-"""Key of the critic's input, in the rescoring's output and in training's ``forward_inputs``: float32 ``[B, width]``."""
+KEYS_KEY = "prefix_keys"
 
 PREFIX_CHOICES = ("auto", "real_tokens", "dense")
 
@@ -57,30 +59,52 @@ def use_real_tokens(model: torch.nn.Module) -> torch.nn.Module:
     model.__class__ = type(f"RealToken{cls.__name__}", (RealTokenPrefix, cls), {"__module__": __name__})
     model._replay_transform = ReplayTransform(model.config.action_dim)  # type: ignore[assignment]
     model._replay_checked = False  # type: ignore[assignment]
-    model._need_value, model._pooled = False, None  # type: ignore[assignment]
+    model._request = None  # type: ignore[assignment]
     return model
+
+
+@dataclass
+class _Request:
+    """What one forward was given and has found so far."""
+
+    need_value: bool = False
+    layout: PromptLayout | None = None
+    pooled: torch.Tensor | None = None
+    keys: PrefixKeys | None = None
+    reused: bool = False
 
 
 class RealTokenPrefix:
     """Overrides of ``OpenPi0ForRLActionPrediction`` for rescoring and training; sampling keeps the class's own path.
 
-    ``default_forward`` accepts the critic's input under :data:`POOLED_KEY` in ``forward_inputs`` and returns it under
-    the same key in its output.
+    ``default_forward`` accepts more in ``forward_inputs``, and returns the last two in its output:
+
+    - :data:`LAYOUT_KEY`: a :class:`PromptLayout`, so that nothing waits for the GPU;
+    - :data:`POOLED_KEY`: the critic's input float32 ``[B, width]``;
+    - :data:`KEYS_KEY`: :class:`PrefixKeys`. With them no observation is needed.
     """
 
-    def default_forward(self, forward_inputs: dict[str, torch.Tensor], **kwargs: Any) -> dict[str, Any]:
+    def default_forward(self, forward_inputs: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         """As the base class; a value is computed only where ``compute_values`` asks for one."""
-        self._need_value = bool(self.use_vlm_value and kwargs.get("compute_values", False))
-        self._pooled = forward_inputs.get(POOLED_KEY)
+        keys = forward_inputs.get(KEYS_KEY)
+        self._request = _Request(
+            need_value=bool(self.use_vlm_value and kwargs.get("compute_values", False)),
+            layout=forward_inputs.get(LAYOUT_KEY),
+            pooled=forward_inputs.get(POOLED_KEY),
+            keys=keys,
+            reused=keys is not None,
+        )
         try:
             output = super().default_forward(forward_inputs, **kwargs)  # type: ignore[misc]
-            output[POOLED_KEY] = self._pooled
+            output[POOLED_KEY], output[KEYS_KEY] = self._request.pooled, self._request.keys
             return output
         finally:
-            self._need_value, self._pooled = False, None
+            self._request = None
 
     def input_transform(self, obs: dict[str, Any], transpose: bool = True) -> dict[str, Any]:
         """Replays (no prompt) skip openpi's CPU transforms; the first one is checked against them."""
+        if self._request is not None and self._request.reused:
+            return self._without_images(obs)
         if "prompt" in obs or self._replay_transform is None:
             return super().input_transform(obs, transpose=transpose)  # type: ignore[misc]
         if not self._replay_checked:
@@ -90,12 +114,29 @@ class RealTokenPrefix:
             different = [name for name, image in reference.items() if not torch.equal(image, ours[name].cpu())]
             if different:
                 get_logger().warning(
-                    f"The fast resize of {', '.join(different)} differs from openpi's transform for this "
-                    "checkpoint; the actor keeps openpi's transform (slower, never wrong)."
+                    f"The fast resize of {', '.join(different)} differs from openpi's transform for this checkpoint; "
+                    "the actor keeps openpi's transform (slower, never wrong)."
                 )
                 self._replay_transform = None
                 return super().input_transform(obs, transpose=transpose)  # type: ignore[misc]
         return self._replay_transform(obs)
+
+    def _without_images(self, obs: dict[str, Any]) -> dict[str, Any]:
+        tokens, mask = obs["tokenized_prompt"], obs["tokenized_prompt_mask"]
+        state = torch.zeros(len(tokens), self.config.action_dim, device=tokens.device)  # PI0.5 does not read it
+        return {
+            "image": {},
+            "image_mask": {},
+            "state": state,
+            "tokenized_prompt": tokens,
+            "tokenized_prompt_mask": mask,
+        }
+
+    def _preprocess_observation(self, observation: Any, *, train: bool = True) -> Any:
+        if self._request is not None and self._request.reused:
+            prompt = (observation.tokenized_prompt, observation.tokenized_prompt_mask)
+            return [], [], *prompt, observation.state
+        return super()._preprocess_observation(observation, train=train)  # type: ignore[misc]
 
     def _build_prefix_cache(
         self, images: list[torch.Tensor], img_masks: list[torch.Tensor], lang_tokens: Any, lang_masks: Any
@@ -107,68 +148,68 @@ class RealTokenPrefix:
         Raises:
             ValueError: a camera is masked for a part of the batch, or a prompt is not right-padded with zeros.
         """
-        with torch.no_grad():
-            used = _used_cameras(img_masks)
-            lengths = lang_masks.sum(dim=1)
-            _check_prompt(lang_tokens, lang_masks, lengths)
-            length = int(lengths.max())
-            embs, valid, _ = self.embed_prefix(
-                [images[i] for i in used], [img_masks[i] for i in used], lang_tokens[:, :length], lang_masks[:, :length]
-            )
-            masked, layout = None, None
-            if self._need_value and self._pooled is None:
-                masked, layout = self._masked_rows(images, img_masks, used, lang_masks, lengths, valid)
-            language_model = self.paligemma_with_expert.paligemma.language_model
-            cache, pooled = run_prefix(language_model, embs, valid, masked, layout)
-            if pooled is not None:
-                self._pooled = pooled
-            return embs.new_zeros(len(embs), 0) if self._pooled is None else self._pooled, valid, cache
+        request = self._request
+        if request is None:  # sampling
+            return super()._build_prefix_cache(images, img_masks, lang_tokens, lang_masks)  # type: ignore[misc]
+        if request.keys is None:
+            with torch.no_grad():
+                self._run_prefix(request, images, img_masks, lang_tokens, lang_masks)
+        keys = request.keys
+        assert keys is not None
+        pooled = request.pooled if request.pooled is not None else keys.keys[0].new_zeros(len(keys.valid), 0)
+        return pooled, keys.valid, keys.cache()
 
-    def _masked_rows(
-        self, images: Any, img_masks: Any, used: list[int], lang_masks: Any, lengths: torch.Tensor, valid: torch.Tensor
-    ) -> tuple[torch.Tensor, PaddedLayout]:
-        """Embeddings ``[1, E, width]`` of the masked cameras and one padded prompt position, and the layout's counts."""
-        absent = [i for i in range(len(images)) if i not in used]
-        for i in absent:
-            if not bool((images[i] == images[i][:1]).all()):
-                raise ValueError(
-                    f"masked camera {i} shows different images within a batch; expected the same blank one."
-                )
-        pad = torch.zeros(1, 1, dtype=torch.long, device=lang_masks.device)
-        rows, _, _ = self.embed_prefix(
-            [images[i][:1] for i in absent],
-            [img_masks[i][:1] for i in absent],
-            pad,
-            torch.zeros_like(pad, dtype=torch.bool),
+    def _run_prefix(
+        self, request: _Request, images: list[torch.Tensor], img_masks: list[torch.Tensor], tokens: Any, masks: Any
+    ) -> None:
+        used = list(range(len(CAMERAS))) if self._replay_transform is not None else _used_cameras(images, img_masks)
+        prompt = request.layout or PromptLayout.of(tokens, masks)
+        embs, valid, _ = self.embed_prefix(
+            [images[i] for i in used],
+            [img_masks[i] for i in used],
+            tokens[:, : prompt.length],
+            masks[:, : prompt.length],
         )
-        prompt = lang_masks.shape[1]
-        per_camera = (valid.shape[1] - int(lengths.max())) // len(used)
-        layout = PaddedLayout(
-            total=len(images) * per_camera + prompt,
-            padding=(prompt - lengths).float(),
-            valid=valid,
-            mode=self.config.value_vlm_mode,
-        )
-        return rows, layout
+        masked, layout = None, None
+        if request.need_value and request.pooled is None:
+            absent = [i for i in range(len(images)) if i not in used]
+            masked = self._masked_rows([images[i] for i in absent], [img_masks[i] for i in absent], masks.device)
+            per_camera = (valid.shape[1] - prompt.length) // len(used)
+            layout = PaddedLayout(
+                total=len(images) * per_camera + masks.shape[1],
+                padding=(masks.shape[1] - masks.sum(dim=1)).float(),
+                valid=valid,
+                mode=self.config.value_vlm_mode,
+            )
+        language_model = self.paligemma_with_expert.paligemma.language_model
+        cache, pooled = run_prefix(language_model, embs, valid, prompt.even, masked, layout)
+        request.keys = PrefixKeys(cache.key_cache, cache.value_cache, valid)
+        if pooled is not None:
+            request.pooled = pooled
+
+    def _masked_rows(self, images: list[torch.Tensor], img_masks: list[torch.Tensor], device: Any) -> torch.Tensor:
+        """Embeddings ``[1, E, width]`` of the masked cameras' rows and, last, of one padded prompt position."""
+        pad = torch.zeros(1, 1, dtype=torch.long, device=device)
+        one = [image[:1] for image in images], [mask[:1] for mask in img_masks]
+        return self.embed_prefix(*one, pad, torch.zeros_like(pad, dtype=torch.bool))[0]
 
     def get_value_from_vlm(self, prefix_output: torch.Tensor) -> torch.Tensor:
         """The critic on the pooled input float32 ``[B, width]``: ``[B]``; zeros where no value was asked for."""
-        if not self._need_value:
+        if self._request is None:
+            return super().get_value_from_vlm(prefix_output)  # type: ignore[misc]
+        if not self._request.need_value:
             return prefix_output.new_zeros(len(prefix_output), dtype=torch.float32)
         return self.value_head(prefix_output)[:, 0]
 
 
-def _used_cameras(img_masks: list[torch.Tensor]) -> list[int]:
+def _used_cameras(images: list[torch.Tensor], img_masks: list[torch.Tensor]) -> list[int]:
+    """Cameras that no sample masks; a masked one must show the same blank image everywhere. Waits for the GPU."""
     counts = torch.stack([mask.sum() for mask in img_masks]).tolist()
     partly = [i for i, count in enumerate(counts) if 0 < count < img_masks[i].numel()]
     if partly:
         raise ValueError(f"cameras {partly} are masked for a part of the batch; use rollout.phyai.actor_prefix: dense.")
-    return [i for i, count in enumerate(counts) if count]
-
-
-def _check_prompt(tokens: torch.Tensor, masks: torch.Tensor, lengths: torch.Tensor) -> None:
-    expected = torch.arange(masks.shape[1], device=masks.device)[None] < lengths[:, None]
-    if not bool(((masks == expected) & (masks | (tokens == 0))).all()):
-        raise ValueError(
-            "tokenized_prompt is not right-padded with zeros in every sample; use rollout.phyai.actor_prefix: dense."
-        )
+    used = [i for i, count in enumerate(counts) if count]
+    for i, image in enumerate(images):
+        if i not in used and not bool((image == image[:1]).all()):
+            raise ValueError(f"masked camera {i} shows different images within a batch; expected the same blank one.")
+    return used

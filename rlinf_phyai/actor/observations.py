@@ -17,7 +17,7 @@ from rlinf_phyai.models.pi05.resize import PilBilinearResize
 
 SUPPORTED_CONFIGS = ("pi05_libero",)
 _IMAGE_SIZE = 224
-_CAMERAS = {"base_0_rgb": "observation/image", "left_wrist_0_rgb": "observation/wrist_image"}
+CAMERAS = {"base_0_rgb": "observation/image", "left_wrist_0_rgb": "observation/wrist_image"}
 _MASKED_CAMERA = "right_wrist_0_rgb"
 
 
@@ -39,7 +39,7 @@ class ReplayTransform:
             KeyError: a camera is missing from ``forward_inputs``.
         """
         resized = {
-            name: self._resize(forward_inputs[key]).permute(0, 2, 3, 1).contiguous() for name, key in _CAMERAS.items()
+            name: self._resize(forward_inputs[key]).permute(0, 2, 3, 1).contiguous() for name, key in CAMERAS.items()
         }
         resized[_MASKED_CAMERA] = torch.zeros_like(resized["base_0_rgb"])
         return resized
@@ -52,7 +52,7 @@ class ReplayTransform:
         used = torch.ones(batch, dtype=torch.bool, device=device)
         return {
             "image": images,
-            "image_mask": {name: used if name in _CAMERAS else ~used for name in images},
+            "image_mask": {name: used if name in CAMERAS else ~used for name in images},
             "state": torch.zeros(batch, self._action_dim, device=device),
             "tokenized_prompt": forward_inputs["tokenized_prompt"],
             "tokenized_prompt_mask": forward_inputs["tokenized_prompt_mask"],

@@ -36,6 +36,92 @@ VALUE_MODES = ("mean_token", "last_token", "first_token")
 
 
 @dataclass(frozen=True)
+class PromptLayout:
+    """What the host must know of a micro-batch's prompts before it can queue work; read once, where the tensors are.
+
+    Attributes:
+        length: tokens of the longest prompt.
+        even: all prompts have this length, so no attention mask is needed.
+    """
+
+    length: int
+    even: bool
+
+    @classmethod
+    def of(cls, tokens: torch.Tensor, mask: torch.Tensor) -> PromptLayout:
+        """From tokens int64 and mask bool, both ``[B, L]``. (On a GPU this waits for it.)
+
+        Raises:
+            ValueError: a prompt is not right-padded with zeros.
+        """
+        lengths = mask.sum(dim=1)
+        expected = torch.arange(mask.shape[1], device=mask.device)[None] < lengths[:, None]
+        padded = ((mask == expected) & (mask | (tokens == 0))).all()
+        longest, shortest, fits = torch.stack([lengths.max(), lengths.min(), padded.long()]).tolist()
+        if not fits:
+            raise ValueError(
+                "tokenized_prompt is not right-padded with zeros in every sample; use rollout.phyai.actor_prefix: "
+                "dense."
+            )
+        return cls(longest, longest == shortest)
+
+
+@dataclass(frozen=True)
+class PrefixKeys:
+    """Keys and values of a micro-batch's prefix, to be used again: each ``[B, heads, L, head_dim]`` per layer.
+
+    Attributes:
+        valid: bool ``[B, L]``.
+    """
+
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+    valid: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all layers."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in (*self.keys, *self.values))
+
+    def cache(self) -> DynamicCache:
+        """The form in which the expert reads them."""
+        cache = DynamicCache()
+        cache.key_cache, cache.value_cache = list(self.keys), list(self.values)
+        return cache
+
+
+class PrefixStore:
+    """Prefix keys of the rescoring's micro-batches, for training, up to a budget of device memory.
+
+    The prefix is frozen within a step and training walks the same micro-batches in every epoch, so what fits need not
+    be computed again; at full size an observation takes 9.8 MB (18 layers, 534 tokens, bfloat16).
+
+    Args:
+        budget: bytes; 0 keeps nothing.
+    """
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self._entries: list[PrefixKeys | None] = []
+        self._used = 0
+
+    def add(self, keys: PrefixKeys | None) -> None:
+        """Remember the next micro-batch's keys, if they still fit."""
+        fits = keys is not None and self._used + keys.nbytes <= self.budget
+        if keys is not None and fits:
+            self._used += keys.nbytes
+        self._entries.append(keys if fits else None)
+
+    def get(self, micro_batch: int) -> PrefixKeys | None:
+        """Keys of a micro-batch, counted on over all epochs; ``None`` where they were not kept."""
+        return self._entries[micro_batch % len(self._entries)] if self._entries else None
+
+    def clear(self) -> None:
+        """Free the memory."""
+        self._entries, self._used = [], 0
+
+
+@dataclass(frozen=True)
 class PaddedLayout:
     """The padded prefix that RLinf would have built, in counts.
 
@@ -110,6 +196,7 @@ def run_prefix(
     language_model: Any,
     embs: torch.Tensor,
     valid: torch.Tensor,
+    even: bool,
     masked: torch.Tensor | None,
     layout: PaddedLayout | None,
 ) -> tuple[DynamicCache, torch.Tensor | None]:
@@ -119,6 +206,7 @@ def run_prefix(
         language_model: transformers' ``GemmaModel``.
         embs: ``[B, L, width]``, scaled embeddings of used cameras and prompt; prompts end with padding up to ``L``.
         valid: bool ``[B, L]``.
+        even: every row is valid.
         masked: ``[1, E, width]``, embeddings of the masked cameras' rows and of one padded prompt position (last), or
             ``None``: no critic input, and the last layer stops at its keys and values.
         layout: see :class:`PaddedLayout`; needed with ``masked``.
@@ -130,16 +218,19 @@ def run_prefix(
     language_model.config._attn_implementation = ATTENTION
     dtype = language_model.layers[0].self_attn.q_proj.weight.dtype
     hidden = embs.to(dtype) if dtype == torch.bfloat16 else embs
-    positions = torch.cumsum(valid, dim=1) - 1
-    rotary = language_model.rotary_emb(hidden, positions)
+    rotary = language_model.rotary_emb(hidden, torch.cumsum(valid, dim=1) - 1)
     # No mask where every row is real: the fastest attention kernels take none.
-    mask = None if bool(valid.all()) else valid[:, None, None, :].expand(-1, 1, valid.shape[1], -1)
+    mask = None if even else valid[:, None, None, :].expand(-1, 1, valid.shape[1], -1)
     cache = DynamicCache()
+    options: dict[str, Any] = {
+        "attention_mask": mask,
+        "past_key_value": cache,
+        "use_cache": True,
+        "position_embeddings": rotary,
+    }
     if masked is None:
         for layer in language_model.layers[:-1]:
-            hidden = layer(
-                hidden, attention_mask=mask, past_key_value=cache, use_cache=True, position_embeddings=rotary
-            )[0]
+            hidden = layer(hidden, **options)[0]
         _keys_and_values(language_model.layers[-1], hidden, rotary, cache)
         return cache, None
 

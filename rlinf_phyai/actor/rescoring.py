@@ -99,7 +99,7 @@ def rescore(
     Raises:
         ValueError: the log-probs' shape differs from ``logprob_shape`` (both are named).
     """
-    results: dict[str, torch.Tensor] = {}
+    parts: list[dict[str, torch.Tensor]] = []
     with torch.no_grad():
         for step, env in plan.micro_batches():
             scores = score(take(forward_inputs, step, env))
@@ -109,8 +109,26 @@ def rescore(
                     f"the actor scored log-probs of shape {tuple(scores['logprobs'].shape)} per micro-batch, the "
                     f"rollout reported {expected}: check actor.model.num_action_chunks and actor.model.action_dim."
                 )
-            for key, value in scores.items():
-                if key not in results:
-                    results[key] = torch.full((plan.steps, plan.envs, *value.shape[1:]), torch.nan)
-                results[key][step, env] = value.float().cpu()
+            # Results stay where they are until the end: a copy here would make every micro-batch wait for the GPU.
+            parts.append({key: value.float() for key, value in scores.items()})
+    step, env = (torch.cat(index) for index in zip(*plan.micro_batches(), strict=True))
+    results: dict[str, torch.Tensor] = {}
+    for key in parts[0]:
+        flat = torch.cat([part[key] for part in parts]).cpu()
+        results[key] = torch.full((plan.steps, plan.envs, *flat.shape[1:]), torch.nan)
+        results[key][step, env] = flat
     return results
+
+
+def upload(inputs: Mapping[str, Any], device: torch.device | str | int) -> dict[str, Any]:
+    """Move a nested dict of CPU tensors to ``device``; towards a GPU through pinned memory, without waiting for it."""
+    moved: dict[str, Any] = {}
+    pin = torch.device(device).type == "cuda"
+    for key, value in inputs.items():
+        if isinstance(value, torch.Tensor):
+            moved[key] = value.pin_memory().to(device, non_blocking=True) if pin else value.to(device)
+        elif isinstance(value, Mapping):
+            moved[key] = upload(value, device)
+        else:
+            moved[key] = value
+    return moved

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
 from rlinf.hybrid_engines.weight_syncer.bucket_syncer import BucketWeightSyncer
-from rlinf.utils.nested_dict_process import put_tensor_device
 from rlinf.utils.utils import materialize_tensor
 from rlinf.workers.actor.fsdp_actor_worker import EmbodiedFSDPActor
 
@@ -32,9 +31,10 @@ from rlinf_phyai.actor.losses import (
     register_corrected_losses,
 )
 from rlinf_phyai.actor.metrics import CorrectionSums, first_update_metrics
-from rlinf_phyai.actor.model import POOLED_KEY, choose_prefix, use_real_tokens
+from rlinf_phyai.actor.model import KEYS_KEY, LAYOUT_KEY, POOLED_KEY, choose_prefix, use_real_tokens
 from rlinf_phyai.actor.monitor import ADVICE, CorrectionMonitor
-from rlinf_phyai.actor.rescoring import BatchPlan, rescore
+from rlinf_phyai.actor.prefix import PrefixStore, PromptLayout
+from rlinf_phyai.actor.rescoring import BatchPlan, rescore, upload
 from rlinf_phyai.actor.values import actor_values, check_value_source, refuse_missing_values, value_gap_metrics
 from rlinf_phyai.checksum import Checksum, checksums
 from rlinf_phyai.errors import PhyaiError
@@ -58,6 +58,8 @@ class PhyaiActorWorker(EmbodiedFSDPActor):
         openpi = self.cfg.actor.model.get("openpi") or {}
         self._values_comparable = bool(openpi.get("value_after_vlm", False)) and self.cfg.algorithm.adv_type == "gae"
         check_value_source(self._value_source, self.correction.recompute, self._values_comparable)
+        gib = OmegaConf.select(self.cfg, "rollout.phyai.actor_prefix_cache_gib", default=0)
+        self._prefix_store = PrefixStore(int(float(gib or 0) * 2**30))
         self._gaussian = GaussianSettings.from_config(self.cfg)
         self._monitor = CorrectionMonitor()
         self._self_check = OmegaConf.select(self.cfg, "rollout.phyai.self_check", default="off")
@@ -126,6 +128,7 @@ class PhyaiActorWorker(EmbodiedFSDPActor):
         if self.is_weight_offloaded:
             self.load_param_and_grad(self.device)
         self.model.train()
+        self._prefix_store.clear()
         plan = BatchPlan.of(
             steps=q.shape[0],
             envs=q.shape[1],
@@ -187,14 +190,17 @@ class PhyaiActorWorker(EmbodiedFSDPActor):
     def _score(self, forward_inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
         """The forward of RLinf's ``train_micro_batch``, argument by argument."""
         compute_values = self.cfg.algorithm.adv_type == "gae"
+        if self.prefix == "real_tokens":
+            forward_inputs[LAYOUT_KEY] = _layout(forward_inputs)
         with self.amp_context:
             output = self.model(
-                forward_inputs=put_tensor_device(forward_inputs, self.device),
+                forward_inputs=upload(forward_inputs, self.device),
                 compute_logprobs=True,
                 compute_entropy=self.cfg.algorithm.entropy_bonus > 0,
                 compute_values=compute_values,
                 use_cache=False,
             )
+        self._prefix_store.add(output.get(KEYS_KEY))
         wanted = ("logprobs", "values", POOLED_KEY) if compute_values else ("logprobs",)
         return {key: output[key] for key in wanted if output.get(key) is not None}
 
@@ -205,7 +211,10 @@ class PhyaiActorWorker(EmbodiedFSDPActor):
         if not self.correction.recompute:
             return super().run_training()
         self._first_update, self._micro_batches_seen = FirstUpdate(), 0
-        metrics = super().run_training()
+        try:
+            metrics = super().run_training()
+        finally:
+            self._prefix_store.clear()
         metrics.update(self._correction_metrics)
         metrics.update(first_update_metrics(self._first_update, self.device))
         self._first_update = None
@@ -221,10 +230,24 @@ class PhyaiActorWorker(EmbodiedFSDPActor):
         if self.correction.weights_advantage:
             p, q = micro_batch["prev_logprobs"], micro_batch["rollout_logprobs"]
             weights = advantage_weights(p, q, self.correction, normalizer=self._weight_normalizer).to(self.device)
+        if self.prefix == "real_tokens":
+            micro_batch = micro_batch | {"forward_inputs": self._with_known_prefix(micro_batch["forward_inputs"])}
         before_first_step = self._micro_batches_seen < self.gradient_accumulation
         self._micro_batches_seen += 1
         with correcting(MicroBatchCorrection(weights, self._first_update if before_first_step else None)):
             super().train_micro_batch(micro_batch, metrics, is_last=is_last)
+
+    def _with_known_prefix(self, forward_inputs: dict[str, Any]) -> dict[str, Any]:
+        """Add what the rescoring of this very micro-batch left; observations that nobody reads then are left out."""
+        keys = self._prefix_store.get(self._micro_batches_seen)
+        if keys is not None:
+            forward_inputs = {k: v for k, v in forward_inputs.items() if not k.startswith("observation/")}
+            return forward_inputs | {KEYS_KEY: keys}
+        return forward_inputs | {LAYOUT_KEY: _layout(forward_inputs)}
+
+
+def _layout(forward_inputs: dict[str, Any]) -> PromptLayout:
+    return PromptLayout.of(forward_inputs["tokenized_prompt"], forward_inputs["tokenized_prompt_mask"])
 
 
 def corrected_config(cfg: DictConfig, correction: CorrectionConfig) -> DictConfig:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,8 @@ import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from rlinf_phyai.actor.model import POOLED_KEY, choose_prefix, use_real_tokens
+from rlinf_phyai.actor.model import KEYS_KEY, LAYOUT_KEY, POOLED_KEY, choose_prefix, use_real_tokens
+from rlinf_phyai.actor.prefix import PrefixKeys, PrefixStore, PromptLayout
 
 SENTENCES = [
     "pick up the black bowl between the plate and the ramekin and place it on the plate",
@@ -164,6 +166,48 @@ def test_fewer_rows_go_through_the_layers(model_config, replay):
     assert rows == [2 * 4 + longest]
 
 
+def test_known_keys_replace_the_prefix_bit_for_bit(model_config, replay, monkeypatch):
+    model = use_real_tokens(build(model_config))
+    layout = PromptLayout.of(replay["tokenized_prompt"], replay["tokenized_prompt_mask"])
+    with torch.no_grad():
+        rescored = forward(model, replay, **{LAYOUT_KEY: layout})
+    fresh = forward(model, replay)
+    without_images = {k: v for k, v in replay.items() if not k.startswith("observation/")}
+    known = {KEYS_KEY: rescored[KEYS_KEY], POOLED_KEY: rescored[POOLED_KEY]}
+    monkeypatch.setattr(model, "embed_prefix", lambda *a: pytest.fail("the prefix ran again"))
+    reused = forward(model, without_images, **known)
+    for key in ("logprobs", "values"):
+        assert torch.equal(reused[key], fresh[key])
+        assert torch.equal(rescored[key], fresh[key])
+        assert reused[key].requires_grad
+
+
+def test_prompt_layout(replay):
+    tokens, mask = replay["tokenized_prompt"], replay["tokenized_prompt_mask"]
+    assert PromptLayout.of(tokens, mask) == PromptLayout(int(mask.sum(dim=1).max()), False)
+    assert PromptLayout.of(tokens[:1], mask[:1]).even
+    with pytest.raises(ValueError, match="right-padded with zeros"):
+        PromptLayout.of(torch.ones_like(tokens), mask)
+
+
+def test_the_store_keeps_what_fits():
+    def keys(size: int) -> PrefixKeys:
+        return PrefixKeys([torch.zeros(size)], [torch.zeros(size)], torch.ones(1, 1, dtype=torch.bool))
+
+    first, second, third = keys(10), keys(100), keys(10)
+    assert first.nbytes == 80
+    store = PrefixStore(200)
+    assert store.get(0) is None
+    for entry in (first, second, third, None):
+        store.add(entry)
+    assert [store.get(i) for i in range(6)] == [first, None, third, None, first, None]
+    store.clear()
+    assert store.get(0) is None
+    off = PrefixStore(0)
+    off.add(first)
+    assert off.get(0) is None
+
+
 def test_sampling_keeps_rlinfs_own_transform(model_config):
     model = use_real_tokens(build(model_config))
     observation = {
@@ -173,6 +217,28 @@ def test_sampling_keeps_rlinfs_own_transform(model_config):
         "prompt": ["turn on the stove"],
     }
     assert model.input_transform(observation, transpose=False)["tokenized_prompt_mask"].any()
+
+
+def test_sampling_is_rlinfs_own(model_config):
+    from openpi.models.model import Observation
+
+    dense = build(model_config).eval()
+    ours = use_real_tokens(copy.deepcopy(dense))
+    results = []
+    for model in (dense, ours):
+        inputs = {
+            "observation/image": torch.full((1, 256, 256, 3), 9, dtype=torch.uint8),
+            "observation/wrist_image": torch.full((1, 256, 256, 3), 80, dtype=torch.uint8),
+            "observation/state": torch.zeros(1, 8),
+            "prompt": ["turn on the stove"],
+        }
+        observation = Observation.from_dict(model.input_transform(inputs, transpose=False))
+        torch.manual_seed(0)
+        random.seed(0)
+        results.append(model.sample_actions(observation, mode="train"))
+    for name in ("actions", "prev_logprobs", "prev_values"):
+        assert torch.equal(results[0][name], results[1][name])
+    assert results[0]["prev_values"].abs().max() > 0
 
 
 def test_the_replay_transform_equals_openpis(model_config, replay):

@@ -8,7 +8,7 @@ import torch
 from rlinf.utils.nested_dict_process import split_dict_to_chunk
 from rlinf.workers.actor.fsdp_actor_worker import process_nested_dict_for_train
 
-from rlinf_phyai.actor.rescoring import BatchPlan, rescore, take
+from rlinf_phyai.actor.rescoring import BatchPlan, rescore, take, upload
 
 T, B = 6, 4
 
@@ -82,3 +82,12 @@ def test_taking_samples_copies_only_them():
     assert picked["image"].shape == (2, 8)
     assert picked["image"].untyped_storage().nbytes() == 16
     assert picked["none"] is None
+
+
+def test_upload_moves_tensors_and_keeps_the_rest():
+    marker = object()
+    inputs = {"x": torch.arange(3), "nested": {"y": torch.ones(2)}, "plain": marker}
+    moved = upload(inputs, "cpu")
+    assert torch.equal(moved["x"], inputs["x"])
+    assert torch.equal(moved["nested"]["y"], inputs["nested"]["y"])
+    assert moved["plain"] is marker
