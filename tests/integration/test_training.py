@@ -28,8 +28,9 @@ def test_metrics_of_an_exact_rollout(recorded_run: Run) -> None:
         assert scalars["train/actor/first_update/ratio_max_dev"][step] == 0.0
         assert 0.0 <= scalars["train/actor/importance_sampling_clip_fraction"][step] <= 1.0
     not_finite = {tag for tag, values in scalars.items() if not all(map(math.isfinite, values))}
-    # Where every return is 0, RLinf divides by their variance.
-    assert not_finite <= {"train/critic/explained_variance"}
+    # Undefined: RLinf divides by the variance of the returns, all 0 here; and no action used that denoise step.
+    allowed = ("train/critic/explained_variance", "train/actor/rollout_train_kl/step_")
+    assert [tag for tag in not_finite if not tag.startswith(allowed)] == []
 
 
 def test_engine_equals_actor_after_every_sync(recorded_run: Run) -> None:
