@@ -113,13 +113,16 @@ def suffix_gemm_config(
     """Fixed choice by shape: strips of 32 columns, then as many splits of the inner dimension as fill the GPU."""
     sms = multiprocessors(device)
     block_m = min(128, max(16, triton.next_power_of_2(rows)))
-    block_k = min(256 // element_size, max(16, triton.next_power_of_2(inner)))
+    few = rows <= 16  # long inner tiles keep more of the weights in flight
+    block_k = min((512 if few else 256) // element_size, max(16, triton.next_power_of_2(inner)))
     block_n = min(32, max(16, triton.next_power_of_2(columns)))
     programs = triton.cdiv(columns, block_n) * triton.cdiv(rows, block_m)
     splits = 1
-    while may_split and splits < 8 and programs * splits * 2 <= sms and inner % (splits * 2 * block_k) == 0:
+    while may_split and splits < (4 if few else 8) and programs * splits * 2 <= sms and inner % (splits * 2 * block_k) == 0:
         splits *= 2
-    stages = 3 if block_m >= 64 or gated else 4
+    stages = 3 if block_m >= 64 or gated or (few and not may_split) else 4
+    if few and may_split and inner <= 8 * block_k:
+        stages = 2
     return SuffixGemm(block_m, block_n, block_k, splits, warps=4, stages=stages)
 
 

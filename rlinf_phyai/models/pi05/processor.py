@@ -150,6 +150,7 @@ class PI05Processor:
         self.tokenizer = tokenizer
         self.norm_stats = None if norm_stats is None else dict(norm_stats)
         self.device = torch.device(device)
+        self._vectors: dict[tuple[int, int, torch.device], torch.Tensor] = {}
         self._resize = PilBilinearResize(options.image_size, options.image_size)
         levels = torch.arange(256, dtype=torch.uint8).to(torch.float32)
         # Made on the CPU: CUDA divides by a constant through its reciprocal, one bit off the actor's CPU result.
@@ -278,10 +279,13 @@ class PI05Processor:
             rest = rest * (1.0 + _EPSILON)  # z-score pads its statistics with mean 0 and deviation 1
         return torch.cat([scaled, rest], dim=-1)
 
-    @staticmethod
-    def _vector(values: np.ndarray | None, width: int, device: torch.device) -> torch.Tensor:
+    def _vector(self, values: np.ndarray | None, width: int, device: torch.device) -> torch.Tensor:
+        """A statistic on a device, copied there once: a copy from pageable memory would wait for all queued work."""
         assert values is not None
-        return torch.from_numpy(values[:width]).to(device)
+        key = (id(values), width, device)
+        if key not in self._vectors:
+            self._vectors[key] = torch.from_numpy(values[:width]).to(device)
+        return self._vectors[key]
 
     # -- files ------------------------------------------------------------------------------------------------------
 
