@@ -16,6 +16,8 @@ OPTIONS = (
     "use_cuda_graph",
     "params_dtype",
     "value_source",
+    "actor_prefix",
+    "actor_prefix_cache_gib",
     "debug_logprob_offset",
     "self_check",
     "progress",
@@ -23,6 +25,7 @@ OPTIONS = (
 FLAGS = ("use_cuda_graph", "progress")
 PARAMS_DTYPES = ("bfloat16", "bf16", "float32", "fp32")
 VALUE_SOURCES = ("rollout", "actor")
+ACTOR_PREFIXES = ("auto", "real_tokens", "dense")
 SELF_CHECKS = ("off", "warn", "stop")
 
 
@@ -113,11 +116,34 @@ def self_check(s: Settings) -> Iterator[Problem]:
         )
 
 
-def self_check_to_come(s: Settings) -> Iterator[Problem]:
-    """The comparison at the start is not part of this version."""
+def self_check_needs_recompute(s: Settings) -> Iterator[Problem]:
+    """The comparison at the start is between the engine's scores and the actor's rescoring."""
     key = f"{GROUP}.self_check"
-    if s.get(key) in ("warn", "stop"):
-        yield warning(key, show(s.get(key)), "off", f"set {key}: 'off'", "this version does not run the comparison yet")
+    if s.trains and s.get(key) in ("warn", "stop") and not s.flag(RECOMPUTE):
+        yield Problem(
+            key,
+            show(s.get(key)),
+            f"off, or {one_of(SELF_CHECKS[1:])} together with {RECOMPUTE}: true",
+            f"set {RECOMPUTE}: true, or {key}: 'off'",
+            "without rescoring there is nothing to compare with",
+        )
+
+
+def actor_prefix(s: Settings) -> Iterator[Problem]:
+    """How the actor runs the frozen prefix when it rescores and trains."""
+    key = f"{GROUP}.actor_prefix"
+    value = s.get(key, "auto")
+    if value not in ACTOR_PREFIXES:
+        hint = did_you_mean(str(value), ACTOR_PREFIXES)
+        yield Problem(key, show(value), one_of(ACTOR_PREFIXES), hint or f"set {key}: auto")
+
+
+def actor_prefix_cache(s: Settings) -> Iterator[Problem]:
+    """Device memory for prefixes that training reuses."""
+    key = f"{GROUP}.actor_prefix_cache_gib"
+    value, number = s.get(key, 0), s.number(key, 0 if s.get(key) is None else None)
+    if key not in s.unresolved and (number is None or number < 0):
+        yield Problem(key, show(value), "a number of GiB of at least 0", f"set {key}: 0")
 
 
 def params_dtype(s: Settings) -> Iterator[Problem]:
@@ -162,7 +188,9 @@ CHECKS = (
     value_source,
     debug_logprob_offset,
     self_check,
-    self_check_to_come,
+    self_check_needs_recompute,
+    actor_prefix,
+    actor_prefix_cache,
     params_dtype,
     switches,
     cuda_graphs_off,

@@ -429,6 +429,15 @@ ERRORS = [
     change_one("debug_logprob_offset", f"{ENGINE}.debug_logprob_offset", "0.01", "'0.01'", "finite"),
     change_one("self_check", f"{ENGINE}.self_check", "wran", "off, warn or stop", "did you mean warn?"),
     change_one("self_check", f"{ENGINE}.self_check", True, "true"),
+    Case(
+        "self_check_needs_recompute",
+        f"{ENGINE}.self_check",
+        {f"{ENGINE}.self_check": "stop", **NO_CORRECTION},
+        ("warn or stop together with algorithm.recompute_logprobs: true", "nothing to compare with"),
+    ),
+    change_one("actor_prefix", f"{ENGINE}.actor_prefix", "sparse", "auto, real_tokens or dense"),
+    change_one("actor_prefix_cache", f"{ENGINE}.actor_prefix_cache_gib", -1, "at least 0"),
+    change_one("actor_prefix_cache", f"{ENGINE}.actor_prefix_cache_gib", "all", "a number of GiB"),
     change_one("params_dtype", f"{ENGINE}.params_dtype", "fp8", "bfloat16, bf16, float32 or fp32"),
     change_one("switches", f"{ENGINE}.use_cuda_graph", "auto", "true or false"),
     change_one("kernel_policy", f"{ENGINE}.kernel_policy", "no_such_policy", "'no_such_policy'", "unknown"),
@@ -482,6 +491,5 @@ WARNINGS = [
     ),
     change_one("weight_sync_interval", "runner.weight_sync_interval", 2, "staleness"),
     change_one("debug_logprob_offset", f"{ENGINE}.debug_logprob_offset", 0.01, "is 0.01", "correction at work"),
-    change_one("self_check_to_come", f"{ENGINE}.self_check", "warn", "does not run the comparison yet"),
     change_one("cuda_graphs_off", f"{ENGINE}.use_cuda_graph", False, "launch overhead"),
 ]

@@ -84,6 +84,8 @@ def test_shipped_kernel_policies_are_accepted(config: MakeConfig) -> None:
         ({f"{OPENPI}.train_expert_only": False}, 2),
         ({f"{ENGINE}.max_batch_size": 16}, 2),
         ({f"{ENGINE}.value_source": "actor"}, 2),
+        ({f"{ENGINE}.self_check": "stop"}, 2),
+        ({f"{ENGINE}.actor_prefix": "dense", f"{ENGINE}.actor_prefix_cache_gib": 8.5}, 2),
         ({f"{ENGINE}.params_dtype": "float32"}, 2),
         ({f"{ENGINE}.kernel_policy": None}, 2),  # PHYAI_KERNEL_CONFIG or the reference
         ({"weight_syncer": {"type": "patch", "patch": {"init_sync": {"enabled": True}}}}, 2),
