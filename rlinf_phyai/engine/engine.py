@@ -32,6 +32,7 @@ from rlinf_phyai.models.pi05.requests import (
     PI05RolloutRequest,
     check_request,
 )
+from rlinf_phyai.models.pi05.stages import stage_programs
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +121,7 @@ class Engine:
         graphs are on) and raises as :meth:`step`; use them before the next weight update only. The last one gives the actions.
         """
         with self._running(request) as (model, checked):
-            programs = model.scheduler.stages(checked, self._run)
+            programs = stage_programs(model.scheduler, checked, self._run)
 
         def ordered(program: Callable[[], Any]) -> Callable[[], Any]:
             def call() -> Any:

@@ -114,7 +114,7 @@ class PI05Scheduler:
         self.kernels, self.weights, self.tables = kernels, weights, tables
         self.config = weights.config
         self.max_batch_size = max_batch_size
-        self._generator = generator
+        self.generator = generator
         self._buffers: OrderedDict[Shape, Buffers] = OrderedDict()
 
     def step(self, request: CheckedRequest, run: RunProgram) -> Tensor:
@@ -124,12 +124,6 @@ class PI05Scheduler:
     def shape_of(self, request: CheckedRequest) -> Shape:
         """Sizes of the program that :meth:`step` runs for a request."""
         return self._shape(request, num_steps=self.config.num_steps, stochastic=False, value=False)
-
-    def stages(self, request: CheckedRequest, run: RunProgram) -> dict[str, Callable[[], Any]]:
-        """The parts of :meth:`step` as separate programs (see ``stages.py``)."""
-        from rlinf_phyai.models.pi05.stages import stage_programs
-
-        return stage_programs(self, request, self._generator, run)
 
     def rollout(self, request: CheckedRequest, compute_value: bool, run: RunProgram) -> PI05RolloutOutput:
         """Sampled actions with chain, log-probabilities and, when asked, values."""
@@ -163,7 +157,7 @@ class PI05Scheduler:
                 self._buffers.popitem(last=False)
         self._buffers.move_to_end(shape)
         image_tokens = shape.cameras * self.config.vision.num_tokens
-        buffers.fill(request, image_tokens, self._generator, shape)
+        buffers.fill(request, image_tokens, self.generator, shape)
         schedule = self.tables.schedule(shape.num_steps) if shape.num_steps else None
         # The key holds the very objects whose memory a graph reads, so a replaced buffer or schedule means a new capture.
         outputs = run(

@@ -18,9 +18,7 @@ from rlinf_phyai.models.pi05.scheduler import Buffers, PI05Scheduler, RunProgram
 from rlinf_phyai.models.pi05.vision import embed_images
 
 
-def stage_programs(
-    scheduler: PI05Scheduler, request: CheckedRequest, generator: torch.Generator, run: RunProgram
-) -> dict[str, Callable[[], Any]]:
+def stage_programs(scheduler: PI05Scheduler, request: CheckedRequest, run: RunProgram) -> dict[str, Callable[[], Any]]:
     """``vision``, ``prefix`` and ``denoise`` of a request, each repeatable on what the stage before it left.
 
     Every stage runs once here, in order, so that its inputs exist (and, with CUDA graphs, its graph is captured). The last
@@ -29,7 +27,7 @@ def stage_programs(
     kernels, weights, tables, config = scheduler.kernels, scheduler.weights, scheduler.tables, scheduler.config
     shape = scheduler.shape_of(request)
     buffers = Buffers(shape, weights)
-    buffers.fill(request, shape.cameras * config.vision.num_tokens, generator, shape)
+    buffers.fill(request, shape.cameras * config.vision.num_tokens, scheduler.generator, shape)
     schedule = tables.schedule(shape.num_steps)
     keep_alive = (buffers, schedule)
     programs: dict[str, Callable[[], Any]] = {}
