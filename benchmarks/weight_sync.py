@@ -64,11 +64,22 @@ def through_syncer(engine: Engine, kind: str, state: dict[str, Tensor], trainabl
     options: dict[str, Any] = {
         "bucket": {
             "type": "bucket",
-            "bucket": {"bucket_size": 2**29, "bucket_dtype": None, "bucket_device": "cuda", "is_agent": False, "load_instant": True},
+            "bucket": {
+                "bucket_size": 2**29,
+                "bucket_dtype": None,
+                "bucket_device": "cuda",
+                "is_agent": False,
+                "load_instant": True,
+            },
         },
         "patch": {
             "type": "patch",
-            "patch": {"snapshot_device": "cuda", "transport_device": "cuda", "delta_encoding": True, "compression": "none"},
+            "patch": {
+                "snapshot_device": "cuda",
+                "transport_device": "cuda",
+                "delta_encoding": True,
+                "compression": "none",
+            },
             "init_sync": {"enabled": True},
         },
     }
@@ -124,7 +135,15 @@ def main() -> None:
         rows.append({"what": name, "gb": moved / 2e9, "ms": took, "floor_ms": moved / rate / 1e9, "extra_mib": extra})
     for kind in filter(None, args.syncers.split(",")):
         took = through_syncer(engine, kind, state, trainable)
-        rows.append({"what": f"syncer {kind}", "gb": rows[0]["gb"], "ms": took, "floor_ms": rows[0]["floor_ms"], "extra_mib": None})
+        rows.append(
+            {
+                "what": f"syncer {kind}",
+                "gb": rows[0]["gb"],
+                "ms": took,
+                "floor_ms": rows[0]["floor_ms"],
+                "extra_mib": None,
+            }
+        )
     engine.rollout_step(request)
     unchanged = {
         "same_graphs": graphs == {key: id(graph.graph) for key, graph in engine.captured_graphs().items()},
