@@ -25,6 +25,7 @@ from rich.table import Table
 from benchmarks.common import RESULTS, random_actor, write_json
 from benchmarks.inputs import PROMPT_LENGTHS
 
+CHOICES = ("dense", "real_tokens", "real_tokens+cache")
 CHUNKS = 8  # chunk steps T of the synthetic step
 
 
@@ -55,6 +56,7 @@ actor:
   enable_offload: false
   model:
     model_type: openpi
+    is_lora: false
     precision: null
     action_dim: 7
     num_action_chunks: 5
@@ -82,10 +84,11 @@ actor:
 """
 
 
-def config(micro_batch: int, samples: int, prefix: str) -> DictConfig:
+def config(micro_batch: int, samples: int, prefix: str, cache_gib: float = 0.0) -> DictConfig:
     """The options above for one step of ``samples`` observations and one optimizer step."""
     cfg = OmegaConf.create(CONFIG)
     cfg.rollout.phyai.actor_prefix = prefix
+    cfg.rollout.phyai.actor_prefix_cache_gib = cache_gib
     cfg.actor.micro_batch_size, cfg.actor.global_batch_size = micro_batch, samples
     if not torch.cuda.is_available():
         cfg.actor.fsdp_config.strategy = "fsdp2"
@@ -162,11 +165,13 @@ def seconds(function: Callable[[], Any]) -> tuple[float, Any]:
     return time.perf_counter() - begin, result
 
 
-def measure(model: Any, batch: dict[str, Any], args: argparse.Namespace, prefix: str) -> dict[str, Any]:
+def measure(model: Any, batch: dict[str, Any], args: argparse.Namespace, choice: str) -> dict[str, Any]:
     """Times of the last of ``args.rounds`` steps; metrics of the first, which has learnt nothing yet."""
     from rlinf_phyai.actor.in_process import in_process_actor
 
-    actor = in_process_actor(config(args.micro_batch, args.samples, prefix), model_provider=lambda worker: model)
+    prefix, _, cached = choice.partition("+")
+    cfg = config(args.micro_batch, args.samples, prefix, args.cache_gib if cached else 0.0)
+    actor = in_process_actor(cfg, model_provider=lambda worker: model)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     found: dict[str, Any] = {}
@@ -188,6 +193,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=256, help="observations per step (a multiple of 8)")
     parser.add_argument("--micro-batch", type=int, default=32)
+    parser.add_argument("--choices", nargs="+", choices=CHOICES, default=list(CHOICES))
+    parser.add_argument("--cache-gib", type=float, default=64.0, help="memory for kept prefixes (third row)")
     parser.add_argument("--rounds", type=int, default=2, help="steps; the last one is reported")
     parser.add_argument("--output", type=Path, default=RESULTS / "actor.json")
     args = parser.parse_args()
@@ -199,7 +206,7 @@ def main() -> None:
     results: dict[str, Any] = {}
     scores = {}
     batch: dict[str, Any] | None = None
-    for prefix in ("dense", "real_tokens"):
+    for prefix in args.choices:
         model = random_actor(device=device)
         set_transforms(model)
         batch = batch or make_batch(model, args.samples)
@@ -208,17 +215,18 @@ def main() -> None:
         scores[prefix] = results[prefix].pop("logprobs")
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-    dense, ours = results["dense"], results["real_tokens"]
-    results["rescoring_speed_up"] = dense["rescoring_ms_per_observation"] / ours["rescoring_ms_per_observation"]
-    results["training_share_of_dense"] = ours["training_ms_per_observation"] / dense["training_ms_per_observation"]
-
-    gap = (scores["dense"] - scores["real_tokens"]).abs()
-    results["logprob_gap_between_prefixes"] = {"mean": float(gap.mean()), "max": float(gap.max())}
+    if "dense" in results:
+        for choice in results.keys() - {"dense"}:
+            for name in ("rescoring", "training"):
+                key = f"{name}_ms_per_observation"
+                results[choice][f"{name}_share_of_dense"] = results[choice][key] / results["dense"][key]
+            gap = (scores["dense"] - scores[choice]).abs()
+            results[choice]["logprob_gap_to_dense"] = {"mean": float(gap.mean()), "max": float(gap.max())}
 
     table = Table(title=f"Actor, {args.samples} observations, micro-batch {args.micro_batch}")
     for column in ("prefix", "rescoring ms/obs", "training ms/obs", "ratio max dev", "peak GiB"):
         table.add_column(column)
-    for prefix in ("dense", "real_tokens"):
+    for prefix in args.choices:
         row = results[prefix]
         table.add_row(
             prefix,
@@ -228,8 +236,8 @@ def main() -> None:
             f"{row.get('peak_gib', 0):.1f}",
         )
     Console().print(table)
-    Console().print({k: v for k, v in results.items() if k not in ("dense", "real_tokens")})
-    write_json(args.output, {"benchmark": "actor", "arguments": {k: str(v) for k, v in vars(args).items()}, **results})
+    arguments = {name: value for name, value in vars(args).items() if name != "output"}
+    write_json(args.output, {"benchmark": "actor", "arguments": arguments, **results})
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The actor without Ray: one rank in this process, for tests, benchmarks and checks.
+"""The actor without Ray: a rank in this process, for tests, benchmarks and checks.
 
 RLinf's workers are built inside Ray actors. What an actor computes does not need Ray, so this module builds one with
 everything that ``EmbodiedFSDPActor.__init__`` sets up except its place in the cluster; model, FSDP, optimizer and
@@ -24,15 +24,21 @@ from rlinf_phyai.actor.correction import CorrectionConfig
 from rlinf_phyai.actor.worker import PhyaiActorWorker, corrected_config
 
 
-def start_process_group() -> None:
-    """A default process group of one rank, unless there is one: NCCL where CUDA is available, gloo otherwise."""
+def start_process_group(rank: int = 0, world_size: int = 1, store: torch.distributed.Store | None = None) -> None:
+    """A default process group, unless there is one: NCCL where CUDA is available, gloo otherwise.
+
+    Args:
+        rank, world_size: of this process.
+        store: where the ranks meet; needed for more than one.
+    """
     from rlinf_phyai.platforms import cpu
 
-    os.environ.setdefault("LOCAL_RANK", "0")
+    os.environ.setdefault("LOCAL_RANK", str(rank))
     cpu.install()
     if not torch.distributed.is_initialized():
         backend = "nccl" if torch.cuda.is_available() else "gloo"
-        torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
+        store = store or torch.distributed.HashStore()
+        torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size)
 
 
 def in_process_actor(
@@ -57,7 +63,7 @@ def in_process_actor(
 
     class InProcess(worker_class):  # type: ignore[misc, valid-type]
         def __init__(self) -> None:
-            self._rank, self._world_size = 0, 1
+            self._rank, self._world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
             self._accelerator_type = AcceleratorType.NO_ACCEL
             self._timer_metrics = {}
             self._group_name = "actor"
@@ -65,14 +71,15 @@ def in_process_actor(
             if ours:
                 self.correction = CorrectionConfig.from_config(cfg)
                 used = corrected_config(cfg, self.correction)
-            FSDPModelManager.__init__(self, used.actor, 1, 0)
+            FSDPModelManager.__init__(self, used.actor, self._world_size, self._rank)
             self.cfg = used
             self.torch_platform = Worker.torch_platform
             self.enable_offload = used.actor.get("enable_offload", False)
             self.enable_sft_co_train = False
             self.version = 0
             self.weight_syncer = BucketWeightSyncer(1 << 29, None, "cpu")
-            self.gradient_accumulation = used.actor.global_batch_size // used.actor.micro_batch_size
+            per_rank = used.actor.global_batch_size // self._world_size
+            self.gradient_accumulation = per_rank // used.actor.micro_batch_size
             self.update_epoch = used.algorithm.get("update_epoch", 1)
             if ours:
                 self._setup_correction()

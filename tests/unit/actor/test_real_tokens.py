@@ -182,6 +182,36 @@ def test_known_keys_replace_the_prefix_bit_for_bit(model_config, replay, monkeyp
         assert reused[key].requires_grad
 
 
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_under_fsdp1(model_config, replay, process_group, use_orig_params):
+    """The wrapping of the full-size recipe, by RLinf's own policy: weights exist inside a module's call only."""
+    from rlinf.hybrid_engines.fsdp.utils import get_fsdp_wrap_policy
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+    dense = build(model_config)
+    model = use_real_tokens(copy.deepcopy(dense))
+    wrapped = FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=get_fsdp_wrap_policy(
+            module=model, config=OmegaConf.create({}), is_lora=False, model_type="openpi"
+        ),
+        sharding_strategy=ShardingStrategy.NO_SHARD,
+        device_id=torch.device("cpu"),
+        use_orig_params=use_orig_params,
+    ).train()
+    layout = PromptLayout.of(replay["tokenized_prompt"], replay["tokenized_prompt_mask"])
+    with torch.no_grad():
+        expected = forward(dense, replay)
+        rescored = forward(wrapped, replay, **{LAYOUT_KEY: layout})
+    for key in ("logprobs", "values"):
+        torch.testing.assert_close(rescored[key], expected[key], rtol=0, atol=1e-5)
+    pooled = {POOLED_KEY: rescored[POOLED_KEY]}
+    for extra in ({LAYOUT_KEY: layout}, {KEYS_KEY: rescored[KEYS_KEY]}):
+        trained = forward(wrapped, replay, **pooled, **extra)
+        assert torch.equal(trained["logprobs"], rescored["logprobs"])
+        (trained["logprobs"].sum() + trained["values"].sum()).backward()
+
+
 def test_prompt_layout(replay):
     tokens, mask = replay["tokenized_prompt"], replay["tokenized_prompt_mask"]
     assert PromptLayout.of(tokens, mask) == PromptLayout(int(mask.sum(dim=1).max()), False)
