@@ -42,14 +42,63 @@ def doctor() -> None:
 @app.command("make-tiny-checkpoint")
 def make_tiny_checkpoint(
     directory: Annotated[Path, typer.Argument(help="Folder to write; made if missing.")],
-    seed: Annotated[int, typer.Option(help="Seed of the random weights: the same seed, the same bytes.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**63 - 1, help="Seed of the random weights: the same seed, the same bytes.")
+    ] = 0,
 ) -> None:
     """Write a small random PI0.5 checkpoint that RLinf and the engine both load, for trying things on a CPU."""
     from rlinf_phyai.models.pi05 import tiny
 
-    tiny.make_tiny_checkpoint(directory, seed=seed)
+    try:
+        tiny.make_tiny_checkpoint(directory, seed=seed)
+    except OSError as error:
+        typer.echo(f"cannot write the checkpoint to {directory}: {error}", err=True)
+        raise typer.Exit(1) from error
     size = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
     typer.echo(f"{directory}: tiny PI0.5 checkpoint, {size / 2**20:.1f} MiB, seed {seed}")
+
+
+@app.command()
+def check(
+    config: Annotated[str, typer.Argument(help="Training config: a name in --config-path, or a .yaml file.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="Hydra overrides, key=value.")] = None,
+    config_path: Annotated[
+        str | None, typer.Option(help="Folder of the config. Default: examples/embodiment/config.")
+    ] = None,
+    envs: Annotated[int, typer.Option(help="Observations per batch.")] = 2,
+    steps: Annotated[int, typer.Option(help="Chunk steps.")] = 4,
+    random: Annotated[bool, typer.Option("--random", help="Random observations instead of the simulator's.")] = False,
+    limit: Annotated[list[str] | None, typer.Option(help="Replace a limit: name=value, such as kl=0.01.")] = None,
+    output: Annotated[Path, typer.Option(help="Folder for check.json and check.png.")] = Path("logs/check"),
+) -> None:
+    """Score the same observations with engine and actor; exits with 1 where they disagree."""
+    from rlinf_phyai.actor.limits import Limits
+    from rlinf_phyai.check import report
+    from rlinf_phyai.check.run import load_config, run_check
+    from rlinf_phyai.errors import PhyaiError
+
+    try:
+        limits = dict(_pair(item) for item in limit or [])
+        Limits().replaced(limits)  # names and values, before anything is built
+        cfg = load_config(config, overrides or [], config_path)
+        result = run_check(cfg, envs=envs, steps=steps, limits=limits, simulator=not random)
+    except (PhyaiError, ValueError, FileNotFoundError) as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from error
+    report.print_table(result)
+    report.write_json(result, output / "check.json")
+    report.draw(result, output / "check.png")
+    typer.echo(f"wrote {output / 'check.json'} and {output / 'check.png'}")
+    if not result.passed:
+        raise typer.Exit(1)
+
+
+def _pair(text: str) -> tuple[str, float]:
+    name, _, value = text.partition("=")
+    try:
+        return name, float(value)
+    except ValueError:
+        raise ValueError(f"--limit {text!r}: give name=value with a number, such as kl=0.01.") from None
 
 
 @app.command("show-run")
@@ -68,7 +117,11 @@ def show_run(
         raise typer.Exit(1) from error
     run_summary.print_table(scalars, directory, every=every)
     if plot is not None:
-        run_summary.draw(scalars, plot)
+        try:
+            run_summary.draw(scalars, plot)
+        except (OSError, ValueError) as error:  # no place to write, another file type, or nothing to draw
+            typer.echo(f"cannot draw {plot}: {error}", err=True)
+            raise typer.Exit(1) from error
         typer.echo(f"wrote {plot}")
 
 

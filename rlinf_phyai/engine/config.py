@@ -30,7 +30,11 @@ class DeviceConfig:
             raise ValueError(
                 f"DeviceConfig.params_dtype is {self.params_dtype}; allowed: torch.bfloat16 (GPU) or torch.float32 (CPU, tests)."
             )
-        if torch.device(self.target).type not in ("cuda", "cpu"):
+        try:
+            known = torch.device(self.target).type in ("cuda", "cpu")
+        except (RuntimeError, TypeError):
+            known = False
+        if not known:
             raise ValueError(f"DeviceConfig.target is {self.target!r}; allowed: 'cuda', 'cuda:<index>' or 'cpu'.")
 
 

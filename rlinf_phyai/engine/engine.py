@@ -68,7 +68,7 @@ class Engine:
         self._graphs = GraphCache(runtime.max_graphs)
         self._use_graphs = runtime.use_cuda_graph and self.device.type == "cuda"
         self._ready: torch.cuda.Event | None = None
-        with torch.no_grad(), self._matmul_precision():
+        with self._own_modes():
             model = PLUGINS[args.plugin](
                 args.plugin_args, kernels, self.device, self.params_dtype, runtime.seed, runtime.progress
             )
@@ -150,11 +150,18 @@ class Engine:
             checked = check_request(
                 request, self.model_config, self.max_batch_size, self.device, self.runtime.check_finite
             )
-            with torch.no_grad(), self._matmul_precision(), self._stream_order():
+            with self._own_modes(), self._stream_order():
                 yield self._model, checked
 
     def _run(self, key: Hashable, program: Any, keep_alive: Any) -> Any:
         return self._graphs.run(key, program, keep_alive) if self._use_graphs else program()
+
+    @contextmanager
+    def _own_modes(self) -> Iterator[None]:
+        """Neither the caller's autograd, inference mode (its tensors could not be written later) nor autocast counts here."""
+        autocast = torch.autocast(self.device.type, enabled=False)
+        with torch.inference_mode(False), torch.no_grad(), autocast, self._matmul_precision():
+            yield
 
     @contextmanager
     def _matmul_precision(self) -> Iterator[None]:
@@ -188,14 +195,15 @@ class Engine:
         """One call of the largest batch: compiles kernels, captures the graph, and meets an out-of-memory error at start."""
         c, batch = self.model_config, self.max_batch_size
         size = c.vision.image_size
+        f32 = torch.float32
         ids = torch.zeros(batch, c.tokenizer_max_length, dtype=torch.int64)
-        lens = torch.full((batch,), min(20, c.tokenizer_max_length))
+        lens = torch.full((batch,), min(20, c.tokenizer_max_length), dtype=torch.int64)
         cameras = min(2, c.num_cameras) if model.args.capture_rollout else c.num_cameras
-        pixels = torch.zeros(batch, cameras, 3, size, size, device=self.device)
-        noise = torch.zeros(batch, c.action_horizon, c.action_dim)
+        pixels = torch.zeros(batch, cameras, 3, size, size, dtype=f32, device=self.device)
+        noise = torch.zeros(batch, c.action_horizon, c.action_dim, dtype=f32)
         if model.args.capture_rollout:
-            sigmas = torch.zeros(batch, c.num_steps)
-            step_noise = torch.zeros(batch, c.num_steps, c.action_horizon, c.action_dim)
+            sigmas = torch.zeros(batch, c.num_steps, dtype=f32)
+            step_noise = torch.zeros(batch, c.num_steps, c.action_horizon, c.action_dim, dtype=f32)
             self.rollout_step(
                 PI05RolloutRequest(pixels, ids, lens, noise, None, sigmas, step_noise, compute_value=False)
             )
@@ -232,12 +240,12 @@ class Engine:
 
     def update_weights(self, batch: Batch) -> None:
         """Writes a mapping or iterable of (name, tensor), any subset, in place. Raises WeightUpdateError (nothing written)."""
-        with self._lock, self._matmul_precision(), self._stream_order():
+        with self._lock, self._own_modes(), self._stream_order():
             self._updater.update(batch)
 
     def finish_weight_update(self, version: int | None = None, require_all: bool = False) -> LoadReport:
         """Commits the update: derived tables are refreshed, the version moves. Returns what came and what did not."""
-        with self._lock, torch.no_grad(), self._matmul_precision(), self._stream_order():
+        with self._lock, self._own_modes(), self._stream_order():
             report = self._updater.finish(version, require_all)
             came = set(report.loaded)
             self.load_report.optional = [name for name in self.load_report.optional if name not in came]

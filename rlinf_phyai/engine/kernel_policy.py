@@ -64,19 +64,23 @@ def load_kernel_policy(choice: str | Path | None) -> KernelPolicy:
     path = _find(chosen)
     try:
         content = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise KernelPolicyError(f"kernel policy {path} is not valid YAML: {error}") from error
     if not isinstance(content, dict) or not isinstance(content.get("operations", {}), dict):
         raise KernelPolicyError(f"kernel policy {path} must be a mapping with the keys {', '.join(sorted(_KEYS))}.")
     unknown = set(content) - _KEYS
     if unknown:
         raise KernelPolicyError(
-            f"kernel policy {path} has unknown keys {sorted(unknown)}; allowed: {', '.join(sorted(_KEYS))}."
+            f"kernel policy {path} has unknown keys {sorted(map(str, unknown))}; allowed: {', '.join(sorted(_KEYS))}."
         )
     fallback = content.get("fallback")
     if fallback not in (None, "torch"):
         raise KernelPolicyError(f"kernel policy {path}: fallback is {fallback!r}; allowed: null or 'torch'.")
     operations = dict(content.get("operations") or {})
+    if not all(isinstance(name, str) and isinstance(backend, str) for name, backend in operations.items()):
+        raise KernelPolicyError(
+            f"kernel policy {path}: operations is {operations}; expected names of operations with names of backends."
+        )
     try:
         check_operations(operations)
     except UnknownKernel as error:

@@ -14,6 +14,7 @@ step, by torch's version counters, and make the engine unusable.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from typing import Any, Protocol
@@ -40,6 +41,26 @@ def _copy(targets: list[tuple[str, Tensor, Tensor]]) -> None:
         tensors.append(tensor)
     for views, tensors in groups.values():
         torch._foreach_copy_(views, tensors)
+
+
+def _pairs(batch: Any) -> list[tuple[str, Any]]:
+    if isinstance(batch, Mapping):
+        return list(batch.items())
+    items = list(batch) if isinstance(batch, Iterable) else [batch]
+    for item in items:
+        if not isinstance(item, (tuple, list)) or len(item) != 2:
+            raise WeightUpdateError(
+                f"weight update rejected, nothing of this batch was written: found a {type(item).__name__} in a "
+                f"{type(batch).__name__}; expected a mapping of names to tensors, or pairs (name, tensor)."
+            )
+    return [(name, tensor) for name, tensor in items]
+
+
+def _whole(version: Any) -> int:
+    try:
+        return operator.index(version)
+    except TypeError:
+        raise WeightUpdateError(f"version is {version!r}; expected a whole number or None.") from None
 
 
 class UpdateState(Enum):
@@ -157,8 +178,7 @@ class WeightUpdater:
                 while writing is passed on and makes the engine unusable.
         """
         self._check_session("update_weights")
-        items = list(batch.items()) if isinstance(batch, Mapping) else list(batch)
-        targets = self._check_batch(items)
+        targets = self._check_batch(_pairs(batch))
         if not targets:
             return
         self._state = UpdateState.DIRTY
@@ -178,7 +198,7 @@ class WeightUpdater:
         seen = set(self._report.loaded) | set(self._report.ignored)
         ignored, targets, problems = [], [], []
         for source, tensor in items:
-            name = self._canonical_name(source)
+            name = self._canonical_name(source) if isinstance(source, str) else repr(source)
             view = views.get(name)
             if view is None:
                 problems.append(f"{source}: the model has no such parameter")
@@ -186,6 +206,8 @@ class WeightUpdater:
                 problems.append(f"{source}: found a {type(tensor).__name__}, expected a tensor")
             elif name in seen:
                 problems.append(f"{source}: {name} came already in this update")
+            elif tensor.is_nested:
+                problems.append(f"{source}: found a nested tensor, expected a dense one")
             elif tuple(tensor.shape) != tuple(view.shape):
                 problems.append(f"{source}: found shape {tuple(tensor.shape)}, expected {tuple(view.shape)}")
             elif not tensor.dtype.is_floating_point:
@@ -236,7 +258,7 @@ class WeightUpdater:
         dirty = self._is_dirty()
         try:
             self._complete_report(report)
-            new_version = self.version + 1 if version is None else int(version)
+            new_version = self.version + 1 if version is None else _whole(version)
             if new_version < self.version:
                 raise WeightUpdateError(
                     f"version {new_version} is below the present version {self.version}; versions never go back."

@@ -81,9 +81,10 @@ class SamplingPlan:
 
 def flow_sde_sigmas(num_steps: int, noise_level: float) -> Tensor:
     """``sigma_i`` of the module's docstring: float32 ``[N]`` on the CPU, each operation rounded to float32."""
-    times = torch.cat([torch.linspace(1, 1 / num_steps, num_steps), torch.zeros(1)])
+    steps = torch.linspace(1, 1 / num_steps, num_steps, dtype=torch.float32, device="cpu")
+    times = torch.cat([steps, steps.new_zeros(1)])
     guarded = torch.where(times == 1, times[1], times)
-    return (torch.full((), noise_level) * torch.sqrt(times / (1 - guarded)))[:-1]
+    return (times.new_tensor(noise_level) * torch.sqrt(times / (1 - guarded)))[:-1]
 
 
 class FlowSampler:
@@ -145,24 +146,25 @@ class FlowSampler:
             raise ValueError(f"batch is {batch}; at least 1 observation is needed")
         steps = self.options.num_steps
         generator = self._noise[mode]
-        noise = torch.randn(batch, *self._action_shape, generator=generator, device=generator.device)
+        f32, device = torch.float32, generator.device
+        noise = torch.randn(batch, *self._action_shape, generator=generator, dtype=f32, device=device)
         step_shape = (batch, steps, *self._action_shape)
         if mode == "eval":
             return SamplingPlan(
                 noise,
-                torch.zeros(batch, steps),
-                torch.zeros(step_shape, device=generator.device),
+                torch.zeros(batch, steps, dtype=f32),
+                torch.zeros(step_shape, dtype=f32, device=device),
                 torch.full((batch, steps), EVALUATION, dtype=torch.int64),
             )
         if self.options.joint_logprob:
             sigmas, chosen = self._sigmas, torch.arange(steps)
         else:
             step = self._choice.randrange(steps - 1 if self.options.ignore_last else steps)
-            sigmas, chosen = torch.zeros(steps), torch.full((steps,), step, dtype=torch.int64)
+            sigmas, chosen = torch.zeros(steps, dtype=f32), torch.full((steps,), step, dtype=torch.int64)
             sigmas[step] = self._sigmas[step]
         return SamplingPlan(
             noise,
             sigmas.repeat(batch, 1),
-            torch.randn(step_shape, generator=generator, device=generator.device),
+            torch.randn(step_shape, generator=generator, dtype=f32, device=device),
             chosen.repeat(batch, 1),
         )

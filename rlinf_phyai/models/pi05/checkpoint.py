@@ -113,8 +113,17 @@ def load_state_file(path: str | Path) -> dict[str, Tensor]:
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
         raise CheckpointError(f"weights file {file} cannot be read ({type(error).__name__}: {error}).") from error
-    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+    if not isinstance(state, dict) or not all(
+        isinstance(name, str) and isinstance(value, Tensor) for name, value in state.items()
+    ):
         raise CheckpointError(f"weights file {file} holds no flat mapping of parameter names to tensors.")
+    for name, value in state.items():
+        # An engine's own state_dict() holds the expert's output head, which nobody reads, as a meta tensor.
+        if value.layout is not torch.strided or (value.is_meta and canonical_name(name) != EXPERT_LM_HEAD):
+            kind = "meta" if value.is_meta else value.layout
+            raise CheckpointError(
+                f"weights file {file} holds {name} as a {kind} tensor; save it as a dense one with data."
+            )
     return state
 
 

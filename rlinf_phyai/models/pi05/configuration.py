@@ -19,6 +19,13 @@ VALUE_MODES = ("mean_token", "last_token", "first_token", "expert")
 """Critic inputs: three poolings of the prefix output (critic after the VLM), or the expert's output per denoise step."""
 
 
+def _check_sizes(where: str, config: Any, optional: tuple[str, ...]) -> None:
+    """Every field but the ``optional`` ones is a whole number of at least 1."""
+    for name, value in vars(config).items():
+        if name not in optional and (type(value) is not int or value < 1):
+            raise ValueError(f"{where}: {name} is {value!r}; it must be an integer of at least 1.")
+
+
 @dataclass(frozen=True)
 class VisionConfig:
     """SigLIP tower. Defaults: So400m/14 at 224 pixels."""
@@ -30,6 +37,14 @@ class VisionConfig:
     patch_size: int = 14
     image_size: int = 224
     layer_norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        _check_sizes("vision", self, optional=("layer_norm_eps",))
+        if self.image_size % self.patch_size or self.hidden_size % self.num_heads:
+            raise ValueError(
+                f"vision.image_size {self.image_size} must be a multiple of vision.patch_size {self.patch_size}, and "
+                f"vision.hidden_size {self.hidden_size} of vision.num_heads {self.num_heads}."
+            )
 
     @property
     def num_tokens(self) -> int:
@@ -53,6 +68,14 @@ class GemmaConfig:
     head_dim: int = 256
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        _check_sizes("prefix and expert", self, optional=("rope_theta", "norm_eps"))
+        if self.head_dim % 2 or self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"head_dim {self.head_dim} must be even, and num_heads {self.num_heads} a multiple of num_kv_heads "
+                f"{self.num_kv_heads}."
+            )
 
     @property
     def attention_scale(self) -> float:
@@ -92,13 +115,13 @@ class PI05Config:
     def __post_init__(self) -> None:
         if self.value_mode is not None and self.value_mode not in VALUE_MODES:
             raise ValueError(f"value_mode is {self.value_mode!r}; allowed: {', '.join(VALUE_MODES)} or None.")
+        others = ("vision", "prefix", "expert", "value_mode", "chunk_critic_input", "value_head_sizes")
+        _check_sizes("pi05", self, optional=others)
         if not 1 <= self.action_chunk <= self.action_horizon:
             raise ValueError(
                 f"action_chunk is {self.action_chunk} but the model predicts action_horizon {self.action_horizon} actions; "
                 f"choose a chunk in 1..{self.action_horizon}."
             )
-        if self.num_steps < 1:
-            raise ValueError(f"num_steps is {self.num_steps}; at least 1 denoise step is needed.")
         shared = ("depth", "num_kv_heads", "head_dim", "num_heads")
         for name in shared:
             if getattr(self.prefix, name) != getattr(self.expert, name):
@@ -132,6 +155,11 @@ class PI05Config:
         except KeyError as error:
             raise CheckpointError(
                 f"checkpoint {directory} lacks {error.args[0]}, which tells the model's sizes."
+            ) from error
+        except (TypeError, ValueError, IndexError, ZeroDivisionError) as error:
+            raise CheckpointError(
+                f"checkpoint {directory}: its tensors' shapes and config.json do not describe a PI0.5 model "
+                f"({type(error).__name__}: {error})."
             ) from error
 
     def with_overrides(self, **overrides: Any) -> PI05Config:

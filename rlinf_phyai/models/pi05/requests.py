@@ -43,7 +43,7 @@ class PI05Args:
     weights: str | Path | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.max_batch_size, int) or self.max_batch_size < 1:
+        if type(self.max_batch_size) is not int or self.max_batch_size < 1:
             raise RequestError(
                 f"PI05Args.max_batch_size is {self.max_batch_size!r}; it must be an integer of at least 1."
             )
@@ -121,11 +121,23 @@ def _expect(name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[tor
         )
 
 
+def _expect_dense(request: PI05Request) -> None:
+    for name, value in vars(request).items():
+        if isinstance(value, Tensor) and (value.is_nested or value.layout is not torch.strided):
+            kind = "nested" if value.is_nested else str(value.layout)
+            raise RequestError(f"{name} is a {kind} tensor; a dense (torch.strided) one is needed.")
+
+
 def _used_cameras(request: PI05Request, config: PI05Config) -> list[int]:
     cameras = request.pixel_values.shape[1]
     if request.image_masks is None:
         return list(range(cameras))
-    masks = torch.as_tensor(request.image_masks, dtype=torch.bool).cpu()
+    try:
+        masks = torch.as_tensor(request.image_masks, dtype=torch.bool).cpu()
+    except (TypeError, ValueError, RuntimeError) as error:  # text, None, rows of unequal length, a tensor without data
+        raise RequestError(
+            f"image_masks cannot be read as booleans ({error}); expected bool ({cameras},) or (batch, {cameras})."
+        ) from error
     if masks.shape not in ((cameras,), (request.pixel_values.shape[0], cameras)):
         raise RequestError(f"image_masks has shape {tuple(masks.shape)}; expected ({cameras},) or (batch, {cameras}).")
     rows = masks.view(-1, cameras)
@@ -166,6 +178,7 @@ def check_request(
     """
     if not isinstance(request, PI05Request):
         raise RequestError(f"the request is a {type(request).__name__}; a PI05Request or PI05RolloutRequest is needed.")
+    _expect_dense(request)
     pixels = request.pixel_values
     if not isinstance(pixels, Tensor) or pixels.ndim != 5:
         found = tuple(pixels.shape) if isinstance(pixels, Tensor) else type(pixels).__name__
@@ -232,7 +245,7 @@ def _check_padding(ids: Tensor, lens: Tensor, vocab_size: int) -> None:
         raise RequestError(
             f"input_ids holds ids in {int(ids.min())}..{int(ids.max())}; the vocabulary has 0..{vocab_size - 1}."
         )
-    padded = torch.arange(ids.shape[1])[None] >= lens[:, None]
+    padded = torch.arange(ids.shape[1], device=lens.device)[None] >= lens[:, None]
     if bool((ids.masked_fill(~padded, 0) != 0).any()):
         raise RequestError(
             "input_ids must be right-padded with 0: some positions at or behind lang_lens hold other ids."

@@ -66,4 +66,5 @@ def sample_ode(field: VelocityField, times: list[float], noise: Tensor) -> Tenso
 
 def _difference(a: float, b: float) -> float:
     """a - b in float32, as the actor computes step lengths."""
-    return float(torch.tensor(a, dtype=torch.float32) - torch.tensor(b, dtype=torch.float32))
+    minuend, subtrahend = torch.tensor((a, b), dtype=torch.float32, device="cpu")
+    return float(minuend - subtrahend)

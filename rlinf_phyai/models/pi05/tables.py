@@ -36,7 +36,9 @@ class DenoiseSchedule:
     """
 
     def __init__(self, weights: PI05Weights, num_steps: int) -> None:
-        times = torch.cat((torch.linspace(1, 1 / num_steps, num_steps), torch.zeros(1)))
+        # On the CPU and in float32 whatever the process's default device and type are; a rounded time is another model.
+        steps = torch.linspace(1, 1 / num_steps, num_steps, dtype=torch.float32, device="cpu")
+        times = torch.cat((steps, steps.new_zeros(1)))
         self.times: list[float] = times.tolist()
         self._times = times[:-1].to(weights.device)
         norms, width = weights.ada_weight.shape[0], weights.config.expert.width
@@ -81,7 +83,9 @@ class DerivedTables:
             self.masked_tokens = torch.zeros(
                 c.num_tokens, weights.config.prefix.width, dtype=weights.params_dtype, device=weights.device
             )
-            self._masked_pixels = torch.full((1, 3, c.image_size, c.image_size), MASKED_PIXEL, device=weights.device)
+            self._masked_pixels = torch.full(
+                (1, 3, c.image_size, c.image_size), MASKED_PIXEL, dtype=torch.float32, device=weights.device
+            )
 
     def schedule(self, num_steps: int) -> DenoiseSchedule:
         """The schedule of ``num_steps``, made on first use; at most 8 are kept."""

@@ -65,7 +65,8 @@ def fill_cache_and_value(
     padding = (cameras * tokens + config.tokenizer_max_length - lengths).float()  # padded prompt positions [B]
 
     valid = (torch.arange(length, device=x.device)[None] < lengths[:, None]).unsqueeze(-1)
-    weight = float(torch.tensor(1.0 / total).to(weights.params_dtype))  # a probability in the actor's attention
+    share = torch.tensor(1.0 / total, dtype=torch.float32, device="cpu")  # a probability in the actor's attention
+    weight = float(share.to(weights.params_dtype))
     norms, main = weights.prefix_norms, batch * length
     # One residual stream: the real rows of all samples, then the extra rows of all samples (the padded row is the last of each).
     rows = torch.cat((x.view(main, width), _extra_rows(weights, tables, batch, masked_cameras)))

@@ -152,6 +152,22 @@ def test_wrong_kernel_policy_file(content: str, message: str, checkpoint: Path, 
         Engine(args(checkpoint, kernel_policy=str(file)))
 
 
+@pytest.mark.parametrize(
+    "content", [b"operations: {attention: null}", b"operations: {1: torch}", b"1: 2\nfoo: 3", b"\xff\xfe\x80"]
+)
+def test_kernel_policy_file_of_other_types(content: bytes, checkpoint: Path, tmp_path: Path) -> None:
+    file = tmp_path / "policy.yaml"
+    file.write_bytes(content)
+    with pytest.raises(KernelPolicyError, match=r"policy\.yaml"):
+        Engine(args(checkpoint, kernel_policy=str(file)))
+
+
+@pytest.mark.parametrize("target", ["tpu", "", None, "xla"])
+def test_devices_that_are_none(target: Any) -> None:
+    with pytest.raises(ValueError, match=r"DeviceConfig\.target is .*'cpu'"):
+        DeviceConfig(target=target)
+
+
 def test_kernel_policy_from_the_environment_only_when_asked(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

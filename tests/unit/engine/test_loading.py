@@ -186,6 +186,48 @@ def test_broken_config_json(content: str, tmp_path: Path) -> None:
         build_engine(tmp_path)
 
 
+@pytest.mark.parametrize("stack, name, value", [
+    ("prefix", "depth", "2"),
+    ("prefix", "width", 48.5),
+    ("vision", "patch_size", 0),
+    ("vision", "num_heads", 5),
+    ("", "action_dim", -1),
+    ("", "num_cameras", 0),
+    ("", "tokenizer_max_length", 0),
+])  # fmt: skip
+def test_own_sizes_that_are_none(stack: str, name: str, value: Any, tmp_path: Path) -> None:
+    write(tmp_path)
+    content = config_json(SIZES)
+    own = content["rlinf_phyai"]
+    (own[stack] if stack else own)[name] = value
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=rf"config\.json.*{name}"):
+        build_engine(tmp_path)
+
+
+@pytest.mark.parametrize("value", ["ten", None, 0, [1]])
+def test_a_horizon_that_is_none(value: Any, tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"action_horizon": value}))
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        build_engine(tmp_path)
+
+
+@pytest.mark.parametrize("end", ["patch_embedding.weight", "action_in_proj.weight", "layers.0.self_attn.q_proj.weight"])
+def test_tensors_of_another_rank_tell_no_sizes(end: str, tmp_path: Path) -> None:
+    write(tmp_path, {name: t.flatten() if name.endswith(end) else t for name, t in STATE.items()})
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="shapes"):
+        build_engine(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["num_cameras", "tokenizer_max_length", "action_env_dim", "num_steps"])
+@pytest.mark.parametrize("value", [0, -1, 2.5, "x"])
+def test_arguments_that_are_no_sizes(name: str, value: Any, checkpoint: Path) -> None:
+    with pytest.raises(ValueError, match=rf"{name} is .*integer of at least 1"):
+        build_engine(checkpoint, **{name: value})
+
+
 def test_sizes_that_contradict_the_tensors(tmp_path: Path) -> None:
     write(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config_json(SIZES.but(prefix_mlp=41))))
@@ -379,6 +421,9 @@ def test_full_state_dict_of_a_run(tmp_path: Path, make_engine: MakeEngine) -> No
         ({EXPERT_LM_HEAD: STATE[EXPERT_LM_HEAD]}, "no parameter"),
         ({}, "no parameter"),
         ({"step": 3}, "flat mapping"),
+        ({1: torch.zeros(32)}, "flat mapping"),
+        ({"action_in_proj.bias": torch.zeros(32, device="meta")}, r"action_in_proj\.bias as a meta tensor"),
+        ({"action_in_proj.bias": torch.zeros(32).to_sparse()}, r"action_in_proj\.bias as a torch\.sparse_coo tensor"),
         ({"model": {"action_in_proj.bias": torch.zeros(32)}}, "flat mapping"),
     ],
 )

@@ -62,6 +62,15 @@ BAD_FIELDS: list[tuple[str, dict[str, Any]]] = [
     ("image_masks", {"image_masks": torch.tensor([False, False])}),
     ("image_masks", {"image_masks": torch.tensor([False, True])}),
     ("image_masks", {"image_masks": torch.tensor([[True, True], [True, False]])}),
+    ("image_masks", {"image_masks": "ab"}),
+    ("image_masks", {"image_masks": [None, True]}),
+    ("image_masks", {"image_masks": [[True], [True, False]]}),
+    ("image_masks", {"image_masks": torch.ones(2, dtype=torch.bool, device="meta")}),
+    ("image_masks", {"image_masks": torch.ones(2, dtype=torch.bool).to_sparse()}),
+    ("pixel_values is a torch.sparse_coo", {"pixel_values": torch.zeros(2, 2, 3, 28, 28).to_sparse()}),
+    ("input_ids is a torch.sparse_coo", {"input_ids": IDS.to_sparse()}),
+    ("lang_lens is a torch.sparse_coo", {"lang_lens": torch.tensor([1, 3]).to_sparse()}),
+    ("noise is a torch.sparse_coo", {"noise": torch.zeros(2, SIZES.horizon, SIZES.action_dim).to_sparse()}),
 ]
 
 BAD_ROLLOUT_FIELDS: list[tuple[str, dict[str, Any]]] = [
@@ -73,6 +82,7 @@ BAD_ROLLOUT_FIELDS: list[tuple[str, dict[str, Any]]] = [
     ("sigmas", {"sigmas": torch.tensor([[0.0, -0.1, 0.0]] * 2)}),
     ("sigmas", {"sigmas": torch.tensor([[0.0, NAN, 0.0]] * 2)}),
     ("sigmas", {"sigmas": torch.tensor([[0.0, float("inf"), 0.0]] * 2)}),
+    ("sigmas is a torch.sparse_coo", {"sigmas": torch.zeros(2, STEPS).to_sparse()}),
     ("step_noise", {"step_noise": torch.zeros(2, STEPS + 1, SIZES.horizon, SIZES.action_dim)}),
     ("step_noise", {"step_noise": torch.zeros(2, STEPS, SIZES.horizon, SIZES.action_dim, dtype=torch.float16)}),
 ]

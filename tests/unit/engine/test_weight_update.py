@@ -245,6 +245,10 @@ REJECTED: list[tuple[str, Any]] = [
     ("ndarray", {BIAS: torch.zeros(8).numpy()}),
     ("NoneType", {BIAS: None}),
     ("different values", {EMBEDDING: OLD[EMBEDDING], LM_HEAD: OLD[LM_HEAD] + 1}),
+    ("nested", {BIAS: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])}),
+    ("no such parameter", {1: torch.zeros(8)}),
+    ("found a str", [BIAS]),
+    ("found a tuple", [(BIAS, torch.zeros(8), 1)]),
     (r"\(3,\).*\(64, 32\)", {EXPERT_LM_HEAD: torch.zeros(3)}),
 ]
 
@@ -265,6 +269,22 @@ def test_l1_l12_rejected_batch_writes_nothing(message: str, batch: Any, position
     assert engine.state is UpdateState.IDLE
     assert_same_bits(everything_it_computes(engine), before)
     assert engine.version == 0
+
+
+@pytest.mark.parametrize("batch", [None, 5, torch.nn.Linear(1, 1)])
+def test_l1_something_that_is_no_batch(batch: Any, make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    with pytest.raises(WeightUpdateError, match="mapping of names to tensors"), engine.weight_update() as update:
+        update(batch)
+    assert engine.state is UpdateState.IDLE
+
+
+@pytest.mark.parametrize("version", ["abc", 1.5, float("nan")])
+def test_a_version_is_a_whole_number(version: Any, make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    with pytest.raises(WeightUpdateError, match=r"version is .*whole number"), engine.weight_update(version):
+        pass
+    assert (engine.state, engine.version) == (UpdateState.IDLE, 0)
 
 
 def test_l1_a_name_of_an_earlier_batch_is_refused(make_engine: MakeEngine, tmp_path: Path) -> None:

@@ -69,3 +69,25 @@ def test_make_tiny_checkpoint_is_a_function_of_the_seed(tmp_path: Path) -> None:
     weights = {name: (tmp_path / name / "model.safetensors").read_bytes() for name in "abc"}
     assert weights["a"] == weights["b"]
     assert weights["a"] != weights["c"]
+
+
+@pytest.mark.parametrize("seed", ["abc", "-1", str(2**70)])
+def test_make_tiny_checkpoint_refuses_a_seed(seed: str, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["make-tiny-checkpoint", str(tmp_path / "a"), "--seed", seed])
+    assert result.exit_code == 2
+    assert not (tmp_path / "a").exists()
+
+
+def test_make_tiny_checkpoint_where_nothing_can_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    result = CliRunner().invoke(app, ["make-tiny-checkpoint", str(tmp_path / "file")])
+    assert result.exit_code == 1
+    assert "cannot write the checkpoint" in result.output
+
+
+def test_show_run_that_cannot_draw_says_so(log_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for picture in (tmp_path / "file" / "run.png", tmp_path / "run.unknown"):
+        result = CliRunner().invoke(app, ["show-run", str(log_folder), "--plot", str(picture)])
+        assert result.exit_code == 1
+        assert "cannot draw" in result.output
