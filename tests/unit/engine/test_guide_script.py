@@ -22,7 +22,7 @@ SCRIPT = Path(__file__).with_name("guide_script.py")
 
 
 def test_complete_script(checkpoint: Path, target: Target) -> None:
-    environment = os.environ | {"CHECKPOINT_DIR": str(checkpoint), "DEVICE": target.device}
+    environment = os.environ | {"CHECKPOINT_DIR": str(checkpoint), "DEVICE": target.device, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True, timeout=300, check=False
     )

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -39,7 +40,12 @@ def test_script_passes(checkpoint: Path, target: Target) -> None:
     if target.device == "cuda" and not target.graphs:
         arguments.append("--no-cuda-graph")
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, str(SCRIPT), *arguments],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "PASS"

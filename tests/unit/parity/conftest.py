@@ -35,6 +35,15 @@ def cpu_engine(directory: Path, **args: Any) -> Engine:
     )
 
 
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """At these sizes a second thread doubles the processor time and saves little; on a busy machine it only waits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def vlm_reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     """RLinf's policy with the critic after the VLM."""

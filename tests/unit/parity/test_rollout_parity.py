@@ -8,6 +8,7 @@ prompts of different lengths in one batch, from one token to all 200.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from rlinf_phyai.models.pi05 import PI05Request
 
 from ..engine.checkpoints import parameter_shapes
 from .comparison import EVAL, JOINT, Case, deviations, run_engine, run_reference
-from .reference import Reference
+from .conftest import cpu_engine
+from .reference import REFERENCE_SIZES, Reference
 
 Measure = Callable[[dict[str, float]], dict[str, float]]
 Engines = Callable[..., Engine]
@@ -136,6 +138,23 @@ def test_value_by_the_prefix_alone_equals_the_actors(
         expected = run_reference(vlm_reference, case, batch, value_vlm_mode=mode).values
         found = measure({"values": float((engines(mode).value(request) - expected).abs().max())})
         assert found["values"] <= case.tolerance, mode
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layers": 1, "vision_layers": 1, "vision_heads": 1, "heads": 8, "head_dim": 8},
+        {"layers": 3, "kv_heads": 2, "head_dim": 32, "prefix_mlp": 24},
+    ],
+    ids=["shallow-many-heads", "deep-two-kv-heads"],
+)
+def test_other_sizes(changes: dict[str, int], tmp_path: Path, measure: Measure) -> None:
+    reference = Reference(tmp_path, REFERENCE_SIZES.but(**changes), seed=5)
+    case = Case((18, 1, 200), 3, 1)
+    batch = case.batch(reference.sizes.vocab)
+    expected = run_reference(reference, case, batch)
+    with cpu_engine(tmp_path, value_mode="mean_token") as engine:
+        check(measure, case, deviations(case, batch, expected, run_engine(engine, case, batch)))
 
 
 def test_state_dict_has_the_actors_names_order_and_shapes(
