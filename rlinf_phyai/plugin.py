@@ -47,8 +47,8 @@ def activate(environment: MutableMapping[str, str] | None = None) -> None:
 def register() -> None:
     """Make this process ready for the run; calling again does nothing.
 
-    The user's own extension module first, then the CPU as a device where there is no accelerator, then the model builder
-    for ``model_type: openpi``. Nothing heavy is imported.
+    The CPU becomes a device where there is no accelerator; the user's own extension module registers; RLinf learns our
+    model builder for ``model_type: openpi``. Nothing heavy is imported.
 
     Raises:
         PluginError: the installed RLinf is not supported, or a part failed to load. A worker keeps the reason for
@@ -58,8 +58,8 @@ def register() -> None:
         return
     try:
         _check_rlinf()
-        _register_chained()
         _register_platform()
+        _register_chained()
         _register_model()
     except Exception as error:
         _State.failure = traceback.format_exc()

@@ -38,21 +38,29 @@ class RayGuard:
     """
 
     def __enter__(self) -> "RayGuard":
+        self._reason: BaseException | None = None
         self._before = {process.pid for process in psutil.Process().children()}
-        self._previous = {number: signal.getsignal(number) for number in (*_INTERRUPTS, signal.SIGUSR1)}
+        self._previous = {number: signal.getsignal(number) for number in _INTERRUPTS}
         self.install()
         return self
 
     def install(self) -> None:
         """Turn SIGINT, SIGTERM and SIGUSR1 into exceptions."""
-        for number in _INTERRUPTS:
-            signal.signal(number, _interrupt)
-        signal.signal(signal.SIGUSR1, _worker_failed)
+        for number in (*_INTERRUPTS, signal.SIGUSR1):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGUSR1:
+            self._reason = WorkerFailedError("A worker failed; its traceback is in the output above.")
+        else:
+            self._reason = Interrupted(number)
+        raise self._reason
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         # From here on the end is on its way: a second Ctrl-C must not cut it short, nor workers that fail while dying.
+        # SIGUSR1 stays ignored for good: RLinf's threads that still wait for a worker send it when Ray is gone.
         for number in (*_INTERRUPTS, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)
         try:
@@ -60,6 +68,8 @@ class RayGuard:
         finally:
             for number, handler in self._previous.items():
                 signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        if self._reason is not None and error is not self._reason:
+            raise self._reason from error  # Ray's compiled code turns what a signal handler raises into a SystemError
 
     def _stop_ray(self) -> None:
         import ray
@@ -88,11 +98,3 @@ class RayGuard:
                     if child.pid not in self._before and any(package in part for part in child.cmdline()):
                         found.extend([*child.children(recursive=True), child])
         return found
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise Interrupted(number)
-
-
-def _worker_failed(number: int, frame: FrameType | None) -> None:
-    raise WorkerFailedError("A worker failed; its traceback is in the output above.")

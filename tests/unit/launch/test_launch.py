@@ -122,7 +122,19 @@ def test_signals_become_exceptions_while_waiting(number: signal.Signals, error: 
     finally:
         release.set()
     assert time.monotonic() - started < 15
-    assert signal.getsignal(number) is before
+    assert signal.getsignal(number) is (signal.SIG_IGN if number == signal.SIGUSR1 else before)
+
+
+def test_a_signals_reason_wins_over_what_compiled_code_makes_of_it() -> None:
+    def compiled() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            time.sleep(5)
+        except BaseException as error:
+            raise SystemError("returned a result with an exception set") from error
+
+    with pytest.raises(shutdown.WorkerFailedError), shutdown.RayGuard():
+        compiled()
 
 
 def test_rays_processes_are_told_from_others() -> None:
