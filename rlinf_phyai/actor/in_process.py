@@ -65,7 +65,7 @@ def in_process_actor(
         def __init__(self) -> None:
             self._rank, self._world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
             self._accelerator_type = AcceleratorType.NO_ACCEL
-            self._timer_metrics = {}
+            self._timer_metrics: dict[str, Any] = {}
             self._group_name = "actor"
             used = cfg
             if ours:

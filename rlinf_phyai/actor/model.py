@@ -57,7 +57,7 @@ def use_real_tokens(model: torch.nn.Module) -> torch.nn.Module:
     register_attention()
     cls = type(model)
     model.__class__ = type(f"RealToken{cls.__name__}", (RealTokenPrefix, cls), {"__module__": __name__})
-    model._replay_transform = ReplayTransform(model.config.action_dim)  # type: ignore[assignment]
+    model._replay_transform = ReplayTransform(model.config.action_dim)  # type: ignore[assignment, union-attr, arg-type]
     model._replay_checked = False  # type: ignore[assignment]
     model._request = None  # type: ignore[assignment]
     return model
@@ -83,6 +83,17 @@ class RealTokenPrefix:
     - :data:`POOLED_KEY`: the critic's input float32 ``[B, width]``;
     - :data:`KEYS_KEY`: :class:`PrefixKeys`. With them no observation is needed.
     """
+
+    # Set by use_real_tokens:
+    _request: _Request | None
+    _replay_transform: ReplayTransform | None
+    _replay_checked: bool
+    # Of the class that it is mixed into:
+    config: Any
+    use_vlm_value: bool
+    embed_prefix: Any
+    paligemma_with_expert: Any
+    value_head: Any
 
     def default_forward(self, forward_inputs: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         """As the base class; a value is computed only where ``compute_values`` asks for one."""

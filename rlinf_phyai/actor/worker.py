@@ -220,9 +220,7 @@ class PhyaiActorWorker(EmbodiedFSDPActor):
         self._first_update = None
         return metrics
 
-    def train_micro_batch(
-        self, micro_batch: dict[str, torch.Tensor], metrics: dict[str, list[float]], *, is_last: bool
-    ) -> None:
+    def train_micro_batch(self, micro_batch: dict[str, Any], metrics: dict[str, list[float]], *, is_last: bool) -> None:
         """RLinf's step on one micro-batch, with what the corrected loss needs in place."""
         if not self.correction.recompute:
             return super().train_micro_batch(micro_batch, metrics, is_last=is_last)
