@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 
 from rlinf_phyai.actor.limits import Limits, judge
 
@@ -27,8 +28,8 @@ def test_healthy_figures_pass():
 @pytest.mark.parametrize(
     "name, value, words",
     [
-        ("actor/rollout_train_logprob_gap", 0.2, "at most 0.05"),
-        ("actor/rollout_train_kl", 1.0, "at most 0.05"),
+        ("actor/rollout_train_logprob_gap", 0.2, "at most 0.02"),
+        ("actor/rollout_train_kl", 1.0, "at most 0.01"),
         ("actor/importance_sampling_weight", 0.1, "0.5 to 2"),
         ("actor/importance_sampling_weight", 3.0, "0.5 to 2"),
         ("actor/importance_sampling_effective_sample_size", 0.1, "at least 0.3"),
@@ -48,11 +49,22 @@ def test_what_was_not_reported_is_not_judged():
 
 
 def test_limits_can_be_set():
-    limits = Limits.from_pairs({"logprob_gap": 0.5})
+    limits = Limits().replaced({"logprob_gap": 0.5})
     assert all(v.ok for v in judge(HEALTHY | {"actor/rollout_train_logprob_gap": 0.2}, limits))
+
+
+def test_float32_allows_rounding_only():
+    strict = Limits.for_dtype(torch.float32)
+    assert Limits.for_dtype(torch.bfloat16) == Limits()
+    failed = {v.name for v in judge(HEALTHY, strict) if not v.ok}
+    assert failed == {
+        "actor/rollout_train_logprob_gap",
+        "actor/rollout_train_kl",
+        "actor/rollout_train_value_gap",
+    }
 
 
 @pytest.mark.parametrize("pairs, words", [({"gap": 1.0}, "unknown limit 'gap'"), ({"kl": -1.0}, "kl is -1.0")])
 def test_limits_that_make_no_sense(pairs, words):
     with pytest.raises(ValueError, match=words):
-        Limits.from_pairs(pairs)
+        Limits().replaced(pairs)

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The check on the tiny model: it passes, and names the fault when one is planted."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from typer.testing import CliRunner
+
+from rlinf_phyai.actor.limits import Limits
+from rlinf_phyai.check import report
+from rlinf_phyai.check.compare import Result, check_config, compare, send_weights
+from rlinf_phyai.check.observations import RandomObservations
+from rlinf_phyai.check.run import load_config
+from rlinf_phyai.cli import app
+
+TINY = "libero_spatial_ppo_openpi_pi05_phyai_tiny"
+ENVS, STEPS = 2, 2
+
+
+@pytest.fixture(scope="module")
+def cfg(tiny_checkpoint: Path, repository: Path) -> Any:
+    from rlinf_phyai import plugin
+
+    plugin.register()
+    folder = str(repository / "examples" / "embodiment" / "config")
+    return check_config(load_config(TINY, [f"actor.model.model_path={tiny_checkpoint}"], folder), ENVS * STEPS)
+
+
+@pytest.fixture
+def run(cfg: Any):
+    """``run(plant)``: build both sides, plant a fault, compare."""
+    from rlinf_phyai.actor.in_process import in_process_actor, start_process_group
+    from rlinf_phyai.rollout.build import build_policy
+
+    def check(plant=None, observe=None) -> Result:
+        start_process_group()
+        torch.manual_seed(0)
+        actor = in_process_actor(cfg)
+        policy = build_policy(cfg, cfg.actor.model, "cpu", rank=0, worker_batch_size=ENVS)
+        send_weights(actor, policy)
+        if plant is not None:
+            plant(actor, policy)
+        result = compare(actor, policy, observe or RandomObservations(ENVS), STEPS, Limits.for_dtype(torch.float32))
+        policy.engine.close()
+        return result
+
+    return check
+
+
+def failures(result: Result) -> dict[str, str]:
+    return {verdict.name: str(verdict) for verdict in result.verdicts if not verdict.ok}
+
+
+def test_two_correct_sides_pass(run, tmp_path, capsys):
+    result = run()
+    assert failures(result) == {}
+    assert result.passed
+    assert len(result.verdicts) == 11
+    report.print_table(result)
+    assert "PASS: 4 observations" in capsys.readouterr().out
+    report.write_json(result, tmp_path / "a" / "check.json")
+    content = json.loads((tmp_path / "a" / "check.json").read_text())
+    assert content["passed"]
+    assert content["metrics"]["actor/first_update/ratio_max_dev"] == 0.0
+    report.draw(result, tmp_path / "a" / "check.png")
+    assert (tmp_path / "a" / "check.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_another_gelu(run, monkeypatch, capsys):
+    from rlinf_phyai.kernels import torch_ops
+
+    def exact(gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.gelu(gate) * up
+
+    monkeypatch.setattr(torch_ops, "gated_gelu", exact)
+    result = run()
+    found = failures(result)
+    assert "different weights, inputs, kernels or precision" in found["actor/rollout_train_logprob_gap"]
+    assert not any("parameters that differ" in name or "input" in name for name in found)
+    report.print_table(result)
+    output = capsys.readouterr().out
+    assert "FAIL: actor/rollout_train_logprob_gap is" in output
+    assert "FAIL: 4 observations" in output
+
+
+def test_swapped_cameras(run):
+    def swap(actor: Any, policy: Any) -> None:
+        original = policy.transforms.inputs
+        policy.transforms.inputs = lambda observation: replace(
+            original(observation), pixel_values=original(observation).pixel_values.flip(1)
+        )
+
+    found = failures(run(swap))
+    assert "the cameras are swapped" in found["input pixels that differ"]
+    assert "actor/rollout_train_logprob_gap" in found
+
+
+def test_another_prompt(run):
+    def misspell(actor: Any, policy: Any) -> None:
+        original = policy.transforms.inputs
+
+        def inputs(observation: dict[str, Any]) -> Any:
+            found = original(observation)
+            ids = found.input_ids.clone()
+            ids[:, 2] += 1
+            return replace(found, input_ids=ids)
+
+        policy.transforms.inputs = inputs
+
+    assert "tokenised differently" in failures(run(misspell))["input pixels and prompt tokens that differ"]
+
+
+def test_stale_weights(run):
+    def train(actor: Any, policy: Any) -> None:
+        with torch.no_grad():
+            for name, parameter in actor.model.named_parameters():
+                if name == "action_out_proj.weight":
+                    parameter.mul_(1.05)
+
+    found = failures(run(train))
+    assert "stale or from another checkpoint: action_out_proj.weight" in found["parameters that differ"]
+    assert "actor/rollout_train_logprob_gap" in found
+
+
+def test_observations_follow_the_actions(run):
+    seen: list[Any] = []
+    source = RandomObservations(ENVS)
+
+    def observe(actions: torch.Tensor | None) -> dict[str, Any]:
+        seen.append(actions)
+        return source(actions)
+
+    run(observe=observe)
+    assert seen[0] is None
+    assert [actions.shape for actions in seen[1:]] == [(ENVS, 5, 7)] * STEPS
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["no_such_config"], "there is no config"),
+        ([TINY, "--limit", "gap=1"], "unknown limit 'gap'"),
+        ([TINY, "--limit", "kl"], "kl"),
+    ],
+)
+def test_wrong_arguments(arguments, words, repository, tiny_checkpoint):
+    folder = str(repository / "examples" / "embodiment" / "config")
+    overrides = [f"actor.model.model_path={tiny_checkpoint}"] if arguments[0] == TINY else []
+    result = CliRunner().invoke(app, ["check", *arguments, *overrides, "--config-path", folder, "--random"])
+    assert result.exit_code == 2
+    assert words in result.output
+
+
+def test_the_check_learns_nothing_and_keeps_its_own_copy(cfg, tiny_checkpoint, repository):
+    folder = str(repository / "examples" / "embodiment" / "config")
+    original = load_config(TINY, [f"actor.model.model_path={tiny_checkpoint}"], folder)
+    checked = check_config(original, 6)
+    assert (checked.actor.optim.lr, checked.actor.optim.value_lr) == (0.0, 0.0)
+    assert (checked.actor.global_batch_size, 6 % checked.actor.micro_batch_size) == (6, 0)
+    assert original.actor.optim.lr > 0
