@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Latency and throughput over batch size from ``benchmarks/results/engine.json``.
 
-    python -m benchmarks.plot
+python -m benchmarks.plot
 """
 
 from __future__ import annotations

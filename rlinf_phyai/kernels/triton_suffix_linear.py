@@ -118,7 +118,12 @@ def suffix_gemm_config(
     block_n = min(32, max(16, triton.next_power_of_2(columns)))
     programs = triton.cdiv(columns, block_n) * triton.cdiv(rows, block_m)
     splits = 1
-    while may_split and splits < (4 if few else 8) and programs * splits * 2 <= sms and inner % (splits * 2 * block_k) == 0:
+    while (
+        may_split
+        and splits < (4 if few else 8)
+        and programs * splits * 2 <= sms
+        and inner % (splits * 2 * block_k) == 0
+    ):
         splits *= 2
     stages = 3 if block_m >= 64 or gated or (few and not may_split) else 4
     if few and may_split and inner <= 8 * block_k:
