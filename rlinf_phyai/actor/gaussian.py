@@ -6,10 +6,10 @@ slightly different means. From a log-prob follows the distance of the sample fro
 
     |z| = sqrt(-2 (logp + ln s_k + ln(2 pi) / 2))
 
-so both scores give ``|mean_p - mean_q| / s_k = | |z_p| - |z_q| |`` per element, computed as ``2 |p - q| / (|z_p| +
-|z_q|)``, and the divergence per sample, ``KL = sum over elements of ((mean_p - mean_q) / s_k)^2 / 2``. No further
-tensor has to travel from the rollout. An element that lies between the two means is taken for nearer than it is; with
-shifts around 0.01 that is one element in a hundred.
+so both scores give ``|mean_p - mean_q| / s_k = | |z_p| - |z_q| |`` per element and the divergence per sample,
+``KL = sum over elements of ((mean_p - mean_q) / s_k)^2 / 2``. No further tensor has to travel from the rollout. Computed in
+float64, from float32 scores. An element that lies between the two means is taken for nearer than it is; with shifts around
+0.01 that is one element in a hundred.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from typing import Any
 import torch
 
 from rlinf_phyai.actor.correction import expand_mask
-
-_SMALL = 1e-3  # below, |z| carries the rounding error of a float32 log-prob
 
 
 def step_deviations(num_steps: int, noise_level: float) -> torch.Tensor:
@@ -46,10 +44,10 @@ def mean_shift(p: torch.Tensor, q: torch.Tensor, deviation: torch.Tensor) -> tor
     """
     p, q = p.double(), q.double()
     constant = (torch.log(deviation.double()) + 0.5 * math.log(2 * math.pi))[..., None, None]
+    # Above the density's peak (rounding, or a debugging offset) there is no z: take the mean itself.
     z_p = torch.sqrt((-2.0 * (p + constant)).clamp_min(0.0))
     z_q = torch.sqrt((-2.0 * (q + constant)).clamp_min(0.0))
-    total = z_p + z_q
-    return torch.where(total > _SMALL, 2.0 * (p - q).abs() / total.clamp_min(_SMALL), (z_p - z_q).abs())
+    return (z_p - z_q).abs()
 
 
 @dataclass(frozen=True)

@@ -143,7 +143,7 @@ class PhyaiActorWorker(EmbodiedFSDPActor):
         batch["prev_logprobs"] = p
         if POOLED_KEY in scores:
             batch["forward_inputs"][POOLED_KEY] = scores[POOLED_KEY]
-        if values is not None and self._values_comparable:
+        if values is not None and self._values_comparable and self._value_source == "rollout":
             mask = batch.get("loss_mask")
             self._correction_metrics.update(value_gap_metrics(values, batch["prev_values"], mask, self.device))
         if self._value_source == "actor":

@@ -85,6 +85,13 @@ def test_a_sample_at_the_mean():
     assert mean_shift(peak + 1e-7, peak, torch.full((1, 1), 0.5)).item() < 1e-3
 
 
+def test_a_constant_offset_moves_no_mean_far():
+    steps = torch.zeros(8, 64, dtype=torch.int64)
+    p, _ = scores(torch.zeros(8, 64, 5, 7, dtype=torch.float64), steps)
+    shift = mean_shift(p, p + 0.01, torch.full((8, 64), 0.5))
+    assert shift.max() <= math.sqrt(0.02) + 1e-6  # at the peak, where log-probs say least about the mean
+
+
 @pytest.mark.parametrize(
     "openpi, expected",
     [

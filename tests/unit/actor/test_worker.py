@@ -168,7 +168,7 @@ def test_the_actors_values_replace_the_rollouts(make_actor, make_config, give_ba
     actor.compute_advantages_and_returns()
     torch.testing.assert_close(actor.rollout_batch["advantages"], expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(actor.rollout_batch["prev_values"], batch["prev_values"], rtol=1e-5, atol=1e-5)
-    assert math.isnan(actor.run_training()["actor/rollout_train_value_gap"])
+    assert "actor/rollout_train_value_gap" not in actor.run_training()  # there is nothing to compare with
     assert by_rollout.run_training()["actor/rollout_train_value_gap"] < 1e-5
 
 
