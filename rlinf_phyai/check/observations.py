@@ -52,9 +52,8 @@ def libero(cfg: DictConfig, envs: int) -> Iterator[Any]:
     env = LiberoEnv(env_cfg, envs, seed_offset=0, total_num_processes=1, worker_info=None)
 
     def observe(actions: torch.Tensor | None) -> dict[str, Any]:
-        if actions is None:
-            return env.reset()[0]
-        return env.chunk_step(actions.numpy())[0][-1]
+        seen = env.reset()[0] if actions is None else env.chunk_step(actions.numpy())[0][-1]
+        return {"extra_view_images": None, **seen}  # RLinf's environment worker fills in what a simulator lacks
 
     try:
         yield observe
