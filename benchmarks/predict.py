@@ -11,7 +11,6 @@ the GPU gives Pillow's bits.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -27,32 +26,15 @@ from rlinf_phyai.engine import DeviceConfig, Engine, EngineArgs, EngineConfig, R
 from rlinf_phyai.models.pi05 import PI05Args, PI05Config, PI05RolloutRequest
 from rlinf_phyai.models.pi05.libero_sentences import LIBERO_SENTENCES
 from rlinf_phyai.models.pi05.processor import NormStats, PI05Processor, ProcessorOptions
+from rlinf_phyai.models.pi05.random_checkpoint import make_random_checkpoint
 from rlinf_phyai.models.pi05.resize import PilBilinearResize
 from rlinf_phyai.models.pi05.tiny import train_tokenizer
 from rlinf_phyai.models.pi05.tokenizer import PromptTokenizer
-from rlinf_phyai.models.pi05.weights import PI05Weights
 from rlinf_phyai.rollout.observation import BatchedTransforms
 from rlinf_phyai.rollout.policy import PhyaiPolicy, PolicyOptions
 from rlinf_phyai.rollout.sampling import FlowSampler, SamplingOptions
 
 STEPS = 3
-
-
-def random_checkpoint(directory: Path) -> None:
-    """Full-size random weights by the actor's names; norms and modulations are not trivial."""
-    from safetensors.torch import save_file
-
-    weights = PI05Weights(PI05Config(value_mode="mean_token"), torch.device("meta"), torch.bfloat16)
-    generator = torch.Generator(device="cuda").manual_seed(0)
-    state = {}
-    for name, view in weights.views.items():
-        if name.endswith("lm_head.weight"):
-            continue
-        scale = 0.02 if view.ndim > 1 else 0.1
-        value = torch.randn(view.shape, device="cuda", generator=generator) * scale
-        state[name] = (value + 1.0 if "layer" in name and "norm" in name and "vision" in name else value).to(view.dtype)
-    save_file({name: tensor.cpu() for name, tensor in state.items()}, directory / "model.safetensors")
-    (directory / "config.json").write_text(json.dumps({"action_horizon": 10, "action_dim": 32}))
 
 
 def build(checkpoint: Path, max_batch: int, policy: str | None) -> PhyaiPolicy:
@@ -162,7 +144,8 @@ def main() -> None:
     exact = resize_is_exact()
     print(f"resize on the GPU equals Pillow: {exact}", flush=True)
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as scratch:
-        random_checkpoint(Path(scratch))
+        make_random_checkpoint(Path(scratch), PI05Config(value_mode="mean_token"), device="cuda")
+        torch.cuda.empty_cache()
         policy = build(Path(scratch), max(batches), args.policy)
     rows = []
     for batch in batches:

@@ -10,16 +10,22 @@ import triton
 import triton.language as tl
 
 
-def unsupported_reason(device: torch.device) -> str | None:
-    """Why Triton kernels cannot run on ``device``, or None. They need a CUDA device of capability 8.0, or the interpreter."""
+def missing_device(device: torch.device, capability: int = 0, need: str = "") -> str | None:
+    """Why ``device`` is no CUDA device of at least compute capability ``capability``.0, or None (also in the interpreter).
+
+    ``need`` begins the sentence about a GPU of a lower capability.
+    """
     if triton.knobs.runtime.interpret:
         return None
     if device.type != "cuda":
         return f"Triton kernels need a CUDA device, not {device}"
     major, minor = torch.cuda.get_device_capability(device)
-    return (
-        None if major >= 8 else f"Triton kernels need compute capability 8.0 (bfloat16), this GPU has {major}.{minor}"
-    )
+    return None if major >= capability else f"{need}, this GPU has {major}.{minor}"
+
+
+def unsupported_reason(device: torch.device) -> str | None:
+    """Why Triton kernels cannot run on ``device``, or None. They need a CUDA device of capability 8.0, or the interpreter."""
+    return missing_device(device, 8, "Triton kernels need compute capability 8.0 (bfloat16)")
 
 
 @lru_cache(maxsize=16)

@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rlinf_phyai.kernels.triton_activations import gated_gelu
-from rlinf_phyai.kernels.triton_common import gelu_tanh, multiprocessors, rounded
+from rlinf_phyai.kernels.triton_common import gelu_tanh, missing_device, multiprocessors, rounded
 
 __all__ = ["fused_linear_gated_gelu", "linear_gated_gelu", "unsupported_reason"]
 
@@ -26,12 +26,7 @@ FUSED_ROWS = 2048
 
 def unsupported_reason(device: torch.device) -> str | None:
     """Why this kernel cannot run on ``device``, or None."""
-    if triton.knobs.runtime.interpret:
-        return None
-    if device.type != "cuda":
-        return f"Triton kernels need a CUDA device, not {device}"
-    major, minor = torch.cuda.get_device_capability(device)
-    return None if major >= 9 else f"tensor copies need compute capability 9.0, this GPU has {major}.{minor}"
+    return missing_device(device, 9, "tensor copies need compute capability 9.0")
 
 
 @triton.jit

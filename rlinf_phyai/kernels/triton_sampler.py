@@ -10,15 +10,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rlinf_phyai.kernels.triton_common import missing_device
+
 _HALF_LOG_2PI = 0.5 * math.log(2.0 * math.pi)
 _BLOCK = 256
 
 
 def unsupported_reason(device: torch.device) -> str | None:
     """Triton needs a CUDA device (or its interpreter, on the CPU)."""
-    if device.type == "cuda" or triton.knobs.runtime.interpret:
-        return None
-    return f"Triton kernels need a CUDA device, not {device}"
+    return missing_device(device)
 
 
 @triton.jit
