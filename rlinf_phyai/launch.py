@@ -53,12 +53,12 @@ def worker_groups(cfg: DictConfig, components: Iterable[str]) -> Iterator[tuple[
         share_environment(cluster)
         placement = HybridComponentPlacement(cfg, cluster)
         groups = {}
-        for component, worker_class in classes.items():
-            groups[component] = worker_class.create_group(cfg).launch(
-                cluster, name=cfg[component].group_name, placement_strategy=placement.get_strategy(component)
-            )
-        for component, worker_class in classes.items():
-            plugin.confirm(groups[component], worker_class)
+        with guard.patient():  # a worker without the plugin may fail at once, and only asking all of them tells why
+            for component, worker_class in classes.items():
+                groups[component] = worker_class.create_group(cfg).launch(
+                    cluster, name=cfg[component].group_name, placement_strategy=placement.get_strategy(component)
+                )
+            plugin.confirm([(groups[component], worker_class) for component, worker_class in classes.items()])
         running = ", ".join(f"{component} {worker_class.__name__}" for component, worker_class in classes.items())
         say(f"rollout backend {backend.name}; every worker confirmed: {running}")
         yield cfg, groups

@@ -10,8 +10,9 @@ and stops unless each one registered and runs the class it was launched with (:f
 
 import importlib
 import os
+import time
 import traceback
-from collections.abc import MutableMapping
+from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ EXT_MODULE = "RLINF_EXT_MODULE"
 CHAINED_MODULE = "RLINF_PHYAI_CHAINED_EXT_MODULE"
 _THIS_MODULE = "rlinf_phyai.plugin"
 _SUPPORTED_RLINF = ("0.3.",)
+_NOT_STARTED = "did not start"
 
 
 class PluginError(PhyaiError, RuntimeError):
@@ -122,45 +124,57 @@ def report(worker: Any) -> Report:
     return Report(classes, _State.registered, _State.failure, __version__)
 
 
-def confirm(group: Any, worker_class: type[Any], timeout: float = 600.0) -> None:
-    """Ask every worker of a launched RLinf group what it runs.
+def confirm(launched: Iterable[tuple[Any, type[Any]]], timeout: float = 600.0) -> None:
+    """Ask every worker of the launched RLinf groups what it runs.
 
     Args:
-        group: RLinf's ``WorkerGroup``, launched.
-        worker_class: the class that it was launched with.
+        launched: RLinf's ``WorkerGroup`` objects, each with the class that it was launched with.
         timeout: seconds for the processes to start and answer.
 
     Raises:
-        PluginError: a worker cannot load the plugin, did not register it, runs another class or another version.
+        PluginError: a worker did not start, cannot load the plugin, did not register it, or runs another class or
+            version; every such worker is named.
     """
+    pending = [
+        (f"Worker {rank} of {group.worker_group_name}", worker_class, info.worker.__ray_call__.remote(report))
+        for group, worker_class in launched
+        for rank, info in enumerate(group.worker_info_list)
+    ]
+    deadline = time.monotonic() + timeout
+    found = [_problem(*one, max(deadline - time.monotonic(), 0.0)) for one in pending]
+    # A worker that could not even start shows a consequence; one that lives to tell what is missing shows the cause.
+    problems = sorted((problem for problem in found if problem), key=lambda problem: _NOT_STARTED in problem)
+    if problems:
+        raise PluginError("\n".join(problems))
+
+
+def _problem(where: str, worker_class: type[Any], answer: Any, timeout: float) -> str:
+    """What is wrong with one worker, or nothing."""
     import ray
 
-    name = group.worker_group_name
-    pending = [info.worker.__ray_call__.remote(report) for info in group.worker_info_list]
-    for rank, reference in enumerate(pending):
-        where = f"Worker {rank} of {name}"
-        try:
-            answer = ray.get(reference, timeout=timeout)
-        except ray.exceptions.GetTimeoutError as error:
-            raise PluginError(f"{where} did not start within {timeout:.0f} s.") from error
-        except ray.exceptions.RayError as error:
-            raise PluginError(f"{where} cannot load {_THIS_MODULE}: {error}") from error
-        _check(answer, where, worker_class)
+    try:
+        told = ray.get(answer, timeout=timeout)
+    except ray.exceptions.GetTimeoutError:
+        return f"{where} did not answer in time."
+    except ray.exceptions.RayActorError as error:
+        return f"{where} {_NOT_STARTED}: {error}"
+    except ray.exceptions.RayError as error:
+        return f"{where} cannot load {_THIS_MODULE}: {error}"
+    return _objection(told, where, worker_class)
 
 
-def _check(answer: Report, where: str, worker_class: type[Any]) -> None:
+def _objection(answer: Report, where: str, worker_class: type[Any]) -> str:
     if not answer.registered:
         reason = answer.failure or (
             f"RLinf did not import {_THIS_MODULE} there; its log line begins with 'Failed to import extension module'"
         )
-        raise PluginError(f"{where} runs without rlinf_phyai: {reason}")
+        return f"{where} runs without rlinf_phyai: {reason}"
     if answer.version != __version__:
-        raise PluginError(
-            f"{where} has rlinf_phyai {answer.version}, the driver has {__version__}: install one version."
-        )
+        return f"{where} has rlinf_phyai {answer.version}, the driver has {__version__}: install one version."
     # Ray runs a subclass that it makes of the launched class, under the same name.
     if _name(worker_class) not in answer.classes[:2]:
-        raise PluginError(f"{where} runs {answer.classes[0]}, but {_name(worker_class)} was launched.")
+        return f"{where} runs {answer.classes[0]}, but {_name(worker_class)} was launched."
+    return ""
 
 
 def _name(cls: type[Any]) -> str:

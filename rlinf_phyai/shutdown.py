@@ -9,6 +9,7 @@ processes that Ray started on this node are gone, the simulators' own subprocess
 import contextlib
 import os
 import signal
+from collections.abc import Iterator
 from types import FrameType, TracebackType
 
 import psutil
@@ -39,6 +40,7 @@ class RayGuard:
 
     def __enter__(self) -> "RayGuard":
         self._reason: BaseException | None = None
+        self._patient = self._worker_failed = False
         self._before = {process.pid for process in psutil.Process().children()}
         self._previous = {number: signal.getsignal(number) for number in _INTERRUPTS}
         self.install()
@@ -51,10 +53,28 @@ class RayGuard:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGUSR1:
-            self._reason = WorkerFailedError("A worker failed; its traceback is in the output above.")
+            self._worker_failed = True
+            if self._patient:
+                return
+            self._reason = _worker_failed()
         else:
             self._reason = Interrupted(number)
         raise self._reason
+
+    @contextlib.contextmanager
+    def patient(self) -> Iterator[None]:
+        """Inside this block a failed worker raises at the end only, and not if something else did.
+
+        Raises:
+            WorkerFailedError: a worker failed meanwhile.
+        """
+        self._patient = True
+        try:
+            yield
+        finally:
+            self._patient = False
+        if self._worker_failed:
+            raise _worker_failed()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -98,3 +118,7 @@ class RayGuard:
                     if child.pid not in self._before and any(package in part for part in child.cmdline()):
                         found.extend([*child.children(recursive=True), child])
         return found
+
+
+def _worker_failed() -> WorkerFailedError:
+    return WorkerFailedError("A worker failed; its traceback is in the output above.")

@@ -137,6 +137,25 @@ def test_a_signals_reason_wins_over_what_compiled_code_makes_of_it() -> None:
         compiled()
 
 
+@pytest.mark.parametrize("better", [None, PhyaiError("the reason")])
+def test_a_patient_guard_lets_a_better_reason_through(better: PhyaiError | None) -> None:
+    """A worker's failure waits until the workers were asked, and is not forgotten when they tell nothing."""
+    reached = []
+
+    def ask(guard: shutdown.RayGuard) -> None:
+        with guard.patient():
+            os.kill(os.getpid(), signal.SIGUSR1)
+            reached.append("after the failure")
+            if better:
+                raise better
+        reached.append("after the block")
+
+    with pytest.raises(PhyaiError) as raised, shutdown.RayGuard() as guard:
+        ask(guard)
+    assert reached == ["after the failure"]
+    assert raised.value is better if better else isinstance(raised.value, shutdown.WorkerFailedError)
+
+
 def test_rays_processes_are_told_from_others() -> None:
     """A child that has nothing to do with Ray is none of the guard's business."""
     with shutdown.RayGuard() as guard:
