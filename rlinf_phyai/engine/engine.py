@@ -226,7 +226,9 @@ class Engine:
     def state_dict(self) -> dict[str, Tensor]:
         """Every parameter by the actor's name and in its order, as a view of the live storage.
 
-        Writing to a view is allowed inside a weight update only. The expert's output head is a meta tensor.
+        Writing to a view is allowed inside a weight update only, and by torch operations on the view itself: torch does not
+        count writes through ``view.data``, ``view.numpy()`` or DLPack, so the engine cannot notice them. The expert's output
+        head is a meta tensor.
         """
         with self._lock:
             if self._model is None:

@@ -8,8 +8,11 @@
     any  --close--> closed (a session in progress is ended first)
 
 A batch is checked completely before its first write: unknown names, duplicates, wrong shapes or types reject the whole batch and
-leave the session as it was. Writes that happen outside a session (through the views of ``state_dict()``) are noticed at the next
-step, by torch's version counters, and make the engine unusable.
+leave the session as it was. Weights that hold NaN or infinity are never committed.
+
+Writes through the views of ``state_dict()`` are noticed by torch's version counters: inside a session they count as an update,
+outside of one they make the engine unusable at the next step. Writes that torch does not count (through ``view.data``,
+``view.numpy()``, DLPack or a raw pointer) are noticed neither way and must not be made.
 """
 
 from __future__ import annotations
@@ -17,13 +20,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
 from rlinf_phyai.errors import EngineClosedError, EngineUnusableError, WeightUpdateError
 from rlinf_phyai.models.pi05.checkpoint import EMBEDDING, LM_HEAD, LoadReport
+from rlinf_phyai.models.pi05.finite import all_finite, magnitudes, non_finite
 
 Batch = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
@@ -77,6 +81,7 @@ class Parameters(Protocol):
     """What an updatable model offers."""
 
     views: dict[str, Tensor]
+    storages: dict[str, Tensor]
 
     def write_counters(self) -> tuple[int, ...]: ...
 
@@ -88,6 +93,7 @@ class _NoParameters:
 
     def __init__(self) -> None:
         self.views: dict[str, Tensor] = {}
+        self.storages: dict[str, Tensor] = {}
 
     def write_counters(self) -> tuple[int, ...]:
         return ()
@@ -250,8 +256,8 @@ class WeightUpdater:
             require_all: every parameter must have come in this session.
 
         Raises:
-            WeightUpdateError: no session, a version below the present one, or missing names. When something had been
-                written already, the engine is unusable afterwards.
+            WeightUpdateError: no session, a version below the present one, missing names, or weights that are not finite.
+                When something had been written already, the engine is unusable afterwards.
         """
         self._check_session("finish_weight_update")
         report, self._report = self._report, LoadReport()
@@ -267,7 +273,10 @@ class WeightUpdater:
             if require_all and absent:
                 raise WeightUpdateError(f"require_all: {len(absent)} parameters did not come, first {absent[:8]}.")
             if dirty:
-                self._refresh()
+                found = magnitudes(self._written())
+                self._refresh()  # queued behind the reduction, so that the device is waited for once
+                if not all_finite(found):
+                    self._refuse_non_finite()
             self._committed = self._parameters.write_counters()
             self.version = new_version
             self._state = UpdateState.IDLE
@@ -275,6 +284,18 @@ class WeightUpdater:
             self._leave(dirty, f"finish_weight_update failed after writes ({type(error).__name__}: {error})")
             raise
         return report
+
+    def _written(self) -> list[Tensor]:
+        """The storages that were written in this session."""
+        storages = self._parameters.storages.values()
+        return [t for t, before in zip(storages, self._committed, strict=True) if t._version != before]
+
+    def _refuse_non_finite(self) -> NoReturn:
+        names = non_finite(self._parameters.views)
+        raise WeightUpdateError(
+            f"{len(names)} parameters hold NaN or infinity, first {names[:8]}; they are not committed. Find the first "
+            "non-finite loss or gradient of the training."
+        )
 
     def _complete_report(self, report: LoadReport) -> None:
         # Optional parameters own their storages, so their counters tell whether a writer filled them through the views.

@@ -23,6 +23,7 @@ from rlinf_phyai.models.pi05.checkpoint import (
     tensor_shapes,
     weight_files,
 )
+from rlinf_phyai.models.pi05.finite import all_finite, magnitudes, non_finite
 from rlinf_phyai.models.pi05.weights import PI05Weights
 
 _SHOWN = 8
@@ -112,7 +113,7 @@ def load_checkpoint(
     """Loads a checkpoint directory and, on top of it, an optional ``.pt`` state dict (any subset of the parameters).
 
     Raises:
-        CheckpointError: see :func:`plan_load`; also unreadable files.
+        CheckpointError: see :func:`plan_load`; also unreadable files, and weights that hold NaN or infinity.
     """
     where = f"checkpoint {checkpoint_dir}"
     report = plan_load(weights.views, tensor_shapes(checkpoint_dir), weights.is_optional, subset=False, where=where)
@@ -133,4 +134,6 @@ def load_checkpoint(
     absent = len(report.optional)
     if 0 < absent < sum(map(weights.is_optional, weights.views)):
         raise CheckpointError(f"{where} holds a part of the critic only; missing: {_some(report.optional)}.")
+    if not all_finite(magnitudes(weights.storages.values())):
+        raise CheckpointError(f"{where} holds NaN or infinity in {_some(non_finite(weights.views))}.")
     return report

@@ -79,6 +79,7 @@ class DerivedTables:
         self.rotary = RotaryTable(weights.config.prefix, max_positions, weights.device, weights.params_dtype)
         c = weights.config.vision
         self.masked_tokens: Tensor | None = None
+        self._masked_source: tuple[int, ...] | None = None
         if masked_cameras:
             self.masked_tokens = torch.zeros(
                 c.num_tokens, weights.config.prefix.width, dtype=weights.params_dtype, device=weights.device
@@ -100,8 +101,15 @@ class DerivedTables:
         return found
 
     def refresh(self) -> None:
-        """Recomputes every table from the current weights, in place."""
+        """Brings every table up to date with the current weights, in place."""
         for schedule in self._schedules.values():
             schedule.refresh(self._weights)
         if self.masked_tokens is not None:
-            self.masked_tokens.copy_(embed_images(self._kernels, self._weights, self._masked_pixels)[0])
+            self._refresh_masked(self.masked_tokens)
+
+    def _refresh_masked(self, tokens: Tensor) -> None:
+        """A whole vision tower, most of a commit's time; RL rarely trains it, so it runs only after a write to it."""
+        source = self._weights.vision_counters()
+        if source != self._masked_source:
+            tokens.copy_(embed_images(self._kernels, self._weights, self._masked_pixels)[0])
+            self._masked_source = source

@@ -89,6 +89,10 @@ class PI05Weights:
         """torch's version counter of every storage; any in-place write to a storage or a view of it raises its counter."""
         return tuple(t._version for t in self.storages.values())
 
+    def vision_counters(self) -> tuple[int, ...]:
+        """The write counters of everything that an image's tokens depend on: the vision tower and its projector."""
+        return tuple(t._version for key, t in self.storages.items() if key.startswith("vision."))
+
     # -- vision --
 
     def _build_vision(self) -> None:
