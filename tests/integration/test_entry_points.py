@@ -24,11 +24,7 @@ def test_users_own_config_directory(start: StartProgram, tmp_path: Path, reposit
     examples = repository / "examples" / "embodiment" / "config"
     config_dir = tmp_path / "my_configs"
     for group, name, change in (
-        (
-            "env",
-            "libero_spatial",
-            "reset_gripper_open: True",
-        ),
+        ("env", "libero_spatial", "task_suite_name: libero_spatial"),
         ("model", "pi0_5", "use_proprio: True"),
     ):
         text = (examples / group / f"{name}.yaml").read_text()
@@ -37,10 +33,7 @@ def test_users_own_config_directory(start: StartProgram, tmp_path: Path, reposit
         (config_dir / group / "mine.yaml").write_text(text.replace(change, f"{change}\nmine: {group}"))
     config = (examples / f"{TINY}.yaml").read_text()
     config = config.replace(
-        "- override training_backend@", "- override env@env.train: mine\n- override training_backend@"
-    )
-    config = config.replace(
-        "- override training_backend@", "- override model@actor.model: mine\n- override training_backend@", 1
+        "- size: tiny", "- size: tiny\n- override env@env.train: mine\n- override model@actor.model: mine", 1
     )
     config += f"\nhydra:\n  searchpath:\n  - file://{examples}\n"
     (config_dir / "mine.yaml").write_text(config)
