@@ -91,9 +91,10 @@ def machine() -> dict[str, Any]:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Writes a result with the machine's description."""
+    """Writes a result with the machine's description, unless it has one: of the machine that measured it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"machine": machine(), **content}, indent=1) + "\n")
+    described = content if "machine" in content else {"machine": machine(), **content}
+    path.write_text(json.dumps(described, indent=1) + "\n")
 
 
 def random_actor(num_steps: int = 3, seed: int = 0, device: str = "cuda") -> Any:
