@@ -125,6 +125,21 @@ def show_run(
         typer.echo(f"wrote {plot}")
 
 
+@app.command("compare-evaluations")
+def compare_evaluations(
+    first: Annotated[Path, typer.Argument(help="A: an evaluation.json, or the log folder that holds it.")],
+    second: Annotated[Path, typer.Argument(help="B.")],
+) -> None:
+    """Two evaluations paired by initial state: which episodes did only one policy solve, and is that chance?"""
+    from rlinf_phyai.evaluation.report import Evaluation, print_comparison
+
+    try:
+        print_comparison(Evaluation.read(first), Evaluation.read(second))
+    except (ValueError, OSError) as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from error
+
+
 def main() -> None:
     """Entry point of the console script."""
     app()

@@ -2,10 +2,12 @@
 """Evaluate: ``python -m rlinf_phyai.eval --config-path DIR --config-name NAME [overrides]``.
 
 Takes a training config: the environments of ``env.eval``, the model of ``actor.model``, no actor, no noise. Set
-``runner.ckpt_path`` to evaluate the weights of an RL run.
+``runner.ckpt_path`` to evaluate the weights of an RL run. Prints the success rate of every task, and writes it with every
+episode to ``evaluation.json`` in the log folder.
 """
 
 import sys
+from pathlib import Path
 
 import hydra
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -21,20 +23,34 @@ def evaluate(cfg: DictConfig) -> dict[str, float]:
         Interrupted: SIGINT or SIGTERM; Ray is shut down then.
     """
     for_evaluation(cfg)
-    with worker_groups(cfg, ("rollout", "env")) as (cfg, groups):
-        from rlinf.runners.embodied_eval_runner import EmbodiedEvalRunner
+    env_worker = "rlinf_phyai.evaluation.worker:EvaluationEnvWorker"
+    with worker_groups(cfg, ("rollout", "env"), env_worker=env_worker) as (cfg, groups):
+        from rlinf_phyai.evaluation.report import FILE_NAME, Evaluation, print_evaluation
+        from rlinf_phyai.evaluation.runner import EvaluationRunner
 
-        from rlinf_phyai.runner import StartProgress
-
-        runner = EmbodiedEvalRunner(cfg=cfg, **groups)
-        with StartProgress(groups):
-            runner.init_workers()
+        runner = EvaluationRunner(cfg=cfg, **groups)
+        runner.init_workers()
         metrics = {f"eval/{name}": float(value) for name, value in runner.evaluate().items()}
         runner.metric_logger.log(step=0, data=metrics)
         runner.metric_logger.finish()
         for name, value in sorted(metrics.items()):
             say(f"{name} {value:.4g}")
-        say(f"finished; logs in {cfg.runner.logger.log_path}")
+        logs = Path(cfg.runner.logger.log_path)
+        policy = {
+            "backend": cfg.rollout.get("rollout_backend"),
+            "model_path": cfg.rollout.model.model_path,
+            "ckpt_path": cfg.runner.get("ckpt_path"),
+        }
+        sentences = groups["env"].task_sentences().wait()[0]
+        evaluation = Evaluation(cfg.env.eval.task_suite_name, sentences, policy, runner.episodes)
+        evaluation.write(logs / FILE_NAME)
+        print_evaluation(evaluation)
+        if not runner.episodes:
+            say("warning: no episode ended; raise env.eval.max_steps_per_rollout_epoch to env.eval.max_episode_steps")
+        if cfg.env.eval.video_cfg.save_video:
+            say(f"videos in {cfg.env.eval.video_cfg.video_base_dir}")
+        say(f"wrote {logs / FILE_NAME}")
+        say(f"finished; logs in {logs}")
         return metrics
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What training and evaluation share: from a composed config to confirmed RLinf worker groups, and a clean end."""
 
+import importlib
 import json
 import os
 import sys
@@ -15,6 +16,7 @@ from rlinf_phyai import backends, environment, plugin
 from rlinf_phyai.errors import PhyaiError
 from rlinf_phyai.shutdown import Interrupted, RayGuard
 
+RLINF_ENV_WORKER = "rlinf.workers.env.env_worker:EnvWorker"
 _PATH_KEYS = (
     "runner.logger.log_path",
     "runner.ckpt_path",
@@ -25,8 +27,13 @@ _PATH_KEYS = (
 
 
 @contextmanager
-def worker_groups(cfg: DictConfig, components: Iterable[str]) -> Iterator[tuple[DictConfig, dict[str, Any]]]:
+def worker_groups(
+    cfg: DictConfig, components: Iterable[str], env_worker: str = RLINF_ENV_WORKER
+) -> Iterator[tuple[DictConfig, dict[str, Any]]]:
     """RLinf's worker groups of these components (``actor``, ``rollout``, ``env``), launched and confirmed.
+
+    Args:
+        env_worker: class of the environment workers, as ``module:Class``.
 
     Yields:
         the config as RLinf completed it, and the groups by component. Leaving the block shuts Ray down.
@@ -39,7 +46,7 @@ def worker_groups(cfg: DictConfig, components: Iterable[str]) -> Iterator[tuple[
     absolute_paths(cfg)
     backend = backends.get(cfg.rollout.get("rollout_backend") or backends.DEFAULT)
     components = tuple(components)
-    classes = {component: _worker_class(backend, component) for component in components}
+    classes = {component: _worker_class(backend, component, env_worker) for component in components}
 
     from rlinf.config import validate_cfg
     from rlinf.scheduler import Cluster
@@ -64,14 +71,13 @@ def worker_groups(cfg: DictConfig, components: Iterable[str]) -> Iterator[tuple[
         yield cfg, groups
 
 
-def _worker_class(backend: backends.RolloutBackend, component: str) -> type[Any]:
+def _worker_class(backend: backends.RolloutBackend, component: str, env_worker: str) -> type[Any]:
     if component == "actor":
         return backend.load_actor_worker()
     if component == "rollout":
         return backend.load_rollout_worker()
-    from rlinf.workers.env.env_worker import EnvWorker
-
-    return EnvWorker
+    module, _, name = env_worker.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def prepare() -> None:

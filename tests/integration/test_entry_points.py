@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from rlinf_phyai.evaluation.outcomes import Episode
+from rlinf_phyai.evaluation.report import Evaluation
+from rlinf_phyai.models.pi05.libero_sentences import LIBERO_SENTENCES
 from tests.integration.conftest import TINY, StartProgram
 
 pytestmark = pytest.mark.integration
@@ -145,10 +148,20 @@ def test_refused_config_starts_nothing(start: StartProgram) -> None:
 
 
 def test_evaluation(start: StartProgram) -> None:
-    """The evaluation program runs the same config without an actor."""
-    program = start("evaluation")
+    """The evaluation program runs the same config without an actor, and says which episode of which task ended how."""
+    program = start("evaluation", "env.eval.video_cfg.save_video=True")
     run = program.finish()
     run.assert_success()
-    assert f"{CONFIRMED}: rollout PhyaiRolloutWorker, env EnvWorker" in run.output
-    assert run.scalars()["eval/success_once"] == [0.0]
+    assert f"{CONFIRMED}: rollout PhyaiRolloutWorker, env EvaluationEnvWorker" in run.output
+    scalars = run.scalars()
+    assert scalars["eval/success_once"] == [0.0]
+    assert not any("task_id" in tag or "trial_id" in tag for tag in scalars)
+    found = Evaluation.read(run.log_dir)
+    # RLinf hands out initial states in order: trial 0 of every task, then trial 1
+    assert found.episodes == [Episode(0, 0, False, 10), Episode(1, 0, False, 10)]
+    assert len(found.sentences) == 10
+    assert found.sentences[0] in LIBERO_SENTENCES
+    assert f"0 {found.sentences[0]}" in run.output  # the table
+    (video,) = (run.log_dir / "video" / "eval").rglob("*.mp4")
+    assert video.stat().st_size > 10_000
     assert program.left_over() == []

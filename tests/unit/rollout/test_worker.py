@@ -229,6 +229,24 @@ def test_ckpt_path_is_loaded_on_top(make_config, make_worker, build_actor, tmp_p
     assert worker.hf_model.predict_values(make_observation(1)).shape == (1, 1)  # the run's critic came along
 
 
+def test_evaluation_acts_by_the_weights_of_ckpt_path(make_config, make_worker, build_actor, tmp_path) -> None:
+    """The same observation and the same noise: other weights act otherwise, the same weights act the same."""
+    config = make_config("runner.only_eval=true")
+    state = build_actor(config).state_dict()
+    torch.save(state, tmp_path / "same.pt")
+    torch.save({name: tensor + 0.25 for name, tensor in state.items()}, tmp_path / "other.pt")
+
+    def act(*overrides: str) -> torch.Tensor:
+        config = make_config("runner.only_eval=true", *overrides)
+        config.rollout.model = config.actor.model
+        actions, _ = make_worker(config, [], synced=False).predict(make_observation(2), mode="eval")
+        return actions
+
+    acted = act()
+    assert torch.equal(act(f"runner.ckpt_path={tmp_path / 'same.pt'}"), acted)
+    assert not torch.allclose(act(f"runner.ckpt_path={tmp_path / 'other.pt'}"), acted, atol=1e-3)
+
+
 def test_evaluating_only_uses_the_rollouts_own_model_section(make_config, make_worker) -> None:
     config = make_config("runner.only_eval=true")
     config.rollout.model = config.actor.model
