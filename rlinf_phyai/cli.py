@@ -125,6 +125,31 @@ def show_run(
         typer.echo(f"wrote {plot}")
 
 
+@app.command()
+def compare(
+    config: Annotated[str, typer.Argument(help="Training config: a name in --config-path, or a .yaml file.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="Hydra overrides, key=value.")] = None,
+    config_path: Annotated[
+        str | None, typer.Option(help="Folder of the config. Default: examples/embodiment/config.")
+    ] = None,
+    envs: Annotated[int, typer.Option(min=1, help="Environments, an episode each; ten are one per task.")] = 10,
+    output: Annotated[Path, typer.Option(help="Folder for compare.json.")] = Path("logs/compare"),
+) -> None:
+    """Let the engine and RLinf's own model play the same episodes of env.eval with the same noise, side by side."""
+    from rlinf_phyai.check.run import load_config
+    from rlinf_phyai.errors import PhyaiError
+    from rlinf_phyai.evaluation import paired
+
+    try:
+        result = paired.run_pair(load_config(config, overrides or [], config_path), envs)
+    except (PhyaiError, ValueError, FileNotFoundError) as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from error
+    paired.print_pair(result)
+    paired.write_pair(result, output / "compare.json")
+    typer.echo(f"wrote {output / 'compare.json'}")
+
+
 @app.command("compare-evaluations")
 def compare_evaluations(
     first: Annotated[Path, typer.Argument(help="A: an evaluation.json, or the log folder that holds it.")],
