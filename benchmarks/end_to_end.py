@@ -247,9 +247,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         result["runs"].append(summary(run, args.overlap))
         write_json(args.out, result)
 
-    with ThreadPoolExecutor(max_workers=len(names) if args.gpus else 1) as pool:
-        for outcome in [pool.submit(one, name, gpu) for name, gpu in zip(names, gpus, strict=True)]:
-            outcome.result()
+    pairs = zip(names, gpus, strict=True)
+    if args.gpus:
+        with ThreadPoolExecutor(max_workers=len(names)) as pool:
+            for outcome in [pool.submit(one, *pair) for pair in pairs]:
+                outcome.result()
+    else:
+        for pair in pairs:
+            one(*pair)
     result["runs"].sort(key=lambda run: names.index(run["backend"]))
     return result
 

@@ -98,7 +98,6 @@ def train(
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        start_new_session=True,
     )
     assert process.stdout is not None
     reader = _Reader(process.stdout, log_dir / "run.log", backend, started)
