@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ``rlinf-phyai`` command. Each subcommand imports what it needs when it runs, so ``--help`` stays quick."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -49,13 +52,76 @@ def make_tiny_checkpoint(
     """Write a small random PI0.5 checkpoint that RLinf and the engine both load, for trying things on a CPU."""
     from rlinf_phyai.models.pi05 import tiny
 
-    try:
+    with _explained_write(directory):
         tiny.make_tiny_checkpoint(directory, seed=seed)
+    typer.echo(f"{directory}: tiny PI0.5 checkpoint, {_mebibytes(directory):.1f} MiB, seed {seed}")
+
+
+class _Size(StrEnum):
+    FULL = "full"
+    SHALLOW = "shallow"
+    TINY = "tiny"
+
+
+@app.command("make-random-checkpoint")
+def make_random_checkpoint(
+    directory: Annotated[Path, typer.Argument(help="Folder to write; made if missing.")],
+    size: Annotated[
+        _Size,
+        typer.Option(
+            help="full: the published size, 8 GB. shallow: its widths with two layers, 1.3 GB. tiny: 3 MB, as make-tiny-checkpoint."
+        ),
+    ] = _Size.FULL,
+    device: Annotated[
+        str | None,
+        typer.Option(help="Where full-size numbers are drawn: cuda or cpu. Default: cuda where there is one."),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the random weights.")] = 0,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="SentencePiece model to copy. Default: a small one, trained on LIBERO's tasks.",
+        ),
+    ] = None,
+) -> None:
+    """Write a random PI0.5 checkpoint that RLinf and the engine both load: a smoke run at full size without a download."""
+    import torch
+
+    from rlinf_phyai.models.pi05 import random_checkpoint, tiny
+
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device.partition(":")[0] not in ("cuda", "cpu") or (device != "cpu" and not torch.cuda.is_available()):
+        typer.echo(
+            f"--device is {device!r}; available here: {'cuda, ' if torch.cuda.is_available() else ''}cpu", err=True
+        )
+        raise typer.Exit(2)
+    if tokenizer is not None and size is not _Size.FULL:
+        typer.echo(
+            f"--tokenizer goes with --size full: the {size} model's vocabulary is that of its own tokenizer", err=True
+        )
+        raise typer.Exit(2)
+    with _explained_write(directory):
+        if size is _Size.FULL:
+            random_checkpoint.make_random_checkpoint(directory, seed=seed, device=device, tokenizer=tokenizer)
+        else:
+            sizes = random_checkpoint.SHALLOW if size is _Size.SHALLOW else tiny.TinyConfig()
+            tiny.make_tiny_checkpoint(directory, seed=seed, config=sizes)
+    typer.echo(f"{directory}: {size} random PI0.5 checkpoint, {_mebibytes(directory):.1f} MiB, seed {seed}")
+
+
+@contextmanager
+def _explained_write(directory: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         typer.echo(f"cannot write the checkpoint to {directory}: {error}", err=True)
         raise typer.Exit(1) from error
-    size = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
-    typer.echo(f"{directory}: tiny PI0.5 checkpoint, {size / 2**20:.1f} MiB, seed {seed}")
+
+
+def _mebibytes(directory: Path) -> float:
+    return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file()) / 2**20
 
 
 @app.command()

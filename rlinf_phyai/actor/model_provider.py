@@ -3,13 +3,10 @@
 
 RLinf builds one size of PI0.5 and casts it to bfloat16. A checkpoint whose ``config.json`` has the key ``rlinf_phyai``
 (:mod:`rlinf_phyai.models.pi05.tiny`) states other sizes; :func:`build_openpi` builds those with a subclass of RLinf's
-model class and RLinf's own loader, in float32. Any other checkpoint goes to RLinf's loader untouched.
+model class, in float32. Any other checkpoint gets RLinf's own class. RLinf's loader runs for both, without initialising
+what the checkpoint holds (:mod:`rlinf_phyai.actor.model_loading`).
 """
 
-import contextlib
-import threading
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,21 +14,17 @@ from omegaconf import DictConfig
 from openpi.models_pytorch.gemma_pytorch import PaliGemmaWithExpertModel
 from rlinf.models.embodiment.modules.value_head import ValueHead
 from rlinf.models.embodiment.openpi import get_model as rlinf_get_model
-from rlinf.models.embodiment.openpi import openpi_action_model
 from rlinf.models.embodiment.openpi.openpi_action_model import OpenPi0ForRLActionPrediction
 from torch import nn
 from transformers import GemmaForCausalLM, PaliGemmaForConditionalGeneration
 from transformers.modeling_utils import no_init_weights
 from transformers.models.auto import CONFIG_MAPPING
 
+from rlinf_phyai.actor.model_loading import building
 from rlinf_phyai.checkpoint_setup import own_tokenizer, with_stated_sizes
-from rlinf_phyai.errors import CheckpointError
 from rlinf_phyai.models.pi05.tiny import GemmaSizes, TinyConfig, read_tiny_config
 
 _CAMERAS = 3  # of the reference model; unused ones are masked
-
-# RLinf's loader looks its model class up in a process-wide name; one build at a time changes it.
-_BUILD_LOCK = threading.RLock()
 
 
 def build_openpi(cfg: DictConfig, torch_dtype: torch.dtype | None = None) -> nn.Module:
@@ -45,49 +38,12 @@ def build_openpi(cfg: DictConfig, torch_dtype: torch.dtype | None = None) -> nn.
         an ``OpenPi0ForRLActionPrediction`` with transforms set up, on the CPU.
 
     Raises:
-        CheckpointError: the checkpoint's weights do not fit the sizes that it states.
+        CheckpointError: the checkpoint's tensors are not those of the model.
     """
     sizes = read_tiny_config(cfg.model_path)
-    if sizes is None:
-        return rlinf_get_model(cfg, torch_dtype)
-
-    checkpoint_dir = Path(str(cfg.model_path))
-    with _model_class(_sized(sizes)), own_tokenizer(checkpoint_dir):
-        model = rlinf_get_model(with_stated_sizes(cfg), torch_dtype)
-    _check_names(model, checkpoint_dir)
-    return model
-
-
-@contextlib.contextmanager
-def _model_class(cls: type[nn.Module]) -> Iterator[None]:
-    """Let RLinf's loader build ``cls`` instead of its own class."""
-    with _BUILD_LOCK:
-        original = openpi_action_model.OpenPi0ForRLActionPrediction
-        openpi_action_model.OpenPi0ForRLActionPrediction = cls
-        try:
-            yield
-        finally:
-            openpi_action_model.OpenPi0ForRLActionPrediction = original
-
-
-def _check_names(model: nn.Module, checkpoint_dir: Path) -> None:
-    # RLinf loads with strict=False, which would leave a missing weight random without a word.
-    from safetensors import safe_open
-
-    files = sorted(checkpoint_dir.glob("*.safetensors"))
-    if not files:  # a checkpoint that RLinf saved (full_weights.pt)
-        return
-    stored: set[str] = set()
-    for file in files:
-        with safe_open(file, framework="pt") as tensors:
-            stored.update(tensors.keys())
-    wanted = {name for name in model.state_dict() if not name.startswith("value_head.")}
-    missing, unexpected = sorted(wanted - stored), sorted(stored - set(model.state_dict()))
-    if missing or unexpected:
-        raise CheckpointError(
-            f"{checkpoint_dir} does not fit the sizes in its config.json: missing {missing[:5]} "
-            f"({len(missing)} in all), unexpected {unexpected[:5]} ({len(unexpected)} in all)."
-        )
+    model_class = None if sizes is None else _sized(sizes)
+    with building(model_class, f"checkpoint {cfg.model_path}"), own_tokenizer(str(cfg.model_path)):
+        return rlinf_get_model(with_stated_sizes(cfg), torch_dtype)
 
 
 class _SizedPaliGemmaWithExpert(PaliGemmaWithExpertModel):

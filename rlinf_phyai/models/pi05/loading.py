@@ -48,10 +48,11 @@ def plan_load(
         where: the source, for messages.
 
     Raises:
-        CheckpointError: unknown names, wrong shapes, or (not ``subset``) missing names; all of a kind at once.
+        CheckpointError: unknown names, wrong shapes, or (not ``subset``) missing names; all at once.
     """
     report = LoadReport()
     wrong = []
+    problems = []
     for name, shape in shapes.items():
         view = views.get(name)
         if view is None:
@@ -63,26 +64,37 @@ def plan_load(
         else:
             report.loaded.append(name)
     if report.unexpected:
-        raise CheckpointError(
-            f"{where} holds tensors that this model does not have: {_some(report.unexpected)}. Is it a PI0.5 checkpoint of this size, "
+        problems.append(
+            f"holds tensors that this model does not have: {_some(report.unexpected)}. Is it a PI0.5 checkpoint of this size, "
             "and (for value_head.*) is the critic configured?"
         )
     if wrong:
-        raise CheckpointError(f"{where} holds tensors of the wrong shape: {'; '.join(wrong[:_SHOWN])}.")
+        problems.append(f"holds tensors of the wrong shape: {'; '.join(wrong[:_SHOWN])}.")
     tied = {EMBEDDING, LM_HEAD}
     for name, view in views.items():
         if name in shapes or view.is_meta or (name in tied and tied & set(shapes)):
             continue
         (report.optional if is_optional(name) else report.missing).append(name)
     if report.missing and not subset:
-        raise CheckpointError(f"{where} lacks {len(report.missing)} tensors of the model: {_some(report.missing)}.")
+        problems.append(f"lacks {len(report.missing)} tensors of the model: {_some(report.missing)}.")
+    if problems:
+        raise CheckpointError(f"{where} {' It '.join(problems)}")
     return report
 
 
 @torch.no_grad()
-def _write(
-    weights: PI05Weights, tensors: Iterable[tuple[str, Tensor]], report: LoadReport, progress: bool, where: str
+def write_tensors(
+    views: Mapping[str, Tensor],
+    tensors: Iterable[tuple[str, Tensor]],
+    report: LoadReport,
+    progress: bool,
+    where: str,
 ) -> None:
+    """Copies ``tensors`` (their names in the file) into ``views`` as planned; casts are added to the report.
+
+    Raises:
+        CheckpointError: embedding and output head, one tensor in this model, differ.
+    """
     written_tied: Tensor | None = None
     bar = tqdm(
         tensors,
@@ -93,7 +105,7 @@ def _write(
     )
     for name, tensor in bar:
         target = canonical_name(name)
-        view = weights.views[target]
+        view = views[target]
         if view.is_meta:
             continue
         if target in (EMBEDDING, LM_HEAD):
@@ -117,7 +129,7 @@ def load_checkpoint(
     """
     where = f"checkpoint {checkpoint_dir}"
     report = plan_load(weights.views, tensor_shapes(checkpoint_dir), weights.is_optional, subset=False, where=where)
-    _write(weights, iterate_tensors(weight_files(checkpoint_dir)), report, progress, where)
+    write_tensors(weights.views, iterate_tensors(weight_files(checkpoint_dir)), report, progress, where)
     if extra is not None:
         where = f"weights file {extra}"
         state = load_state_file(extra)
@@ -126,7 +138,7 @@ def load_checkpoint(
         top = plan_load(weights.views, shapes, weights.is_optional, subset=True, where=where)
         if not top.loaded:
             raise CheckpointError(f"{where} holds no parameter of the model.")
-        _write(weights, state.items(), top, progress, where)
+        write_tensors(weights.views, state.items(), top, progress, where)
         report.optional = [name for name in report.optional if name not in top.loaded]
         report.casts += top.casts
         report.loaded = sorted(set(report.loaded) | set(top.loaded))

@@ -143,20 +143,23 @@ def make_tiny_checkpoint(directory: str | Path, seed: int = 0, config: TinyConfi
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
 
-    tokenizer = directory / TOKENIZER_FILE
-    tokenizer.parent.mkdir(parents=True, exist_ok=True)
-    tokenizer.write_bytes(train_tokenizer(config.vocab_size))
-
-    stats = directory / ASSET_ID / "norm_stats.json"
-    stats.parent.mkdir(parents=True, exist_ok=True)
-    stats.write_text(json.dumps({"norm_stats": _norm_stats()}, indent=2) + "\n")
-
+    write_transform_files(directory, train_tokenizer(config.vocab_size))
     save_file(random_state_dict(config, seed), directory / "model.safetensors", metadata={"format": "pt"})
     # Last: its presence says that the rest is complete.
     (directory / "config.json").write_text(
         json.dumps({"model_type": "pi05", CONFIG_KEY: config.to_dict()}, indent=2) + "\n"
     )
     return directory
+
+
+def write_transform_files(directory: Path, tokenizer: bytes) -> None:
+    """What a checkpoint folder holds beside the weights: the tokenizer and LIBERO's normalisation statistics."""
+    target = directory / TOKENIZER_FILE
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_bytes(tokenizer)
+    stats = directory / ASSET_ID / "norm_stats.json"
+    stats.parent.mkdir(parents=True, exist_ok=True)
+    stats.write_text(json.dumps({"norm_stats": _norm_stats()}, indent=2) + "\n")
 
 
 def random_state_dict(config: TinyConfig, seed: int = 0) -> dict[str, torch.Tensor]:

@@ -1,16 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ``rlinf-phyai`` command."""
 
+import functools
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from torch.utils.tensorboard import SummaryWriter
 from typer.testing import CliRunner
 
 from rlinf_phyai import __version__, run_summary
 from rlinf_phyai.cli import app
+from rlinf_phyai.engine import DeviceConfig, Engine, EngineArgs, EngineConfig
+from rlinf_phyai.models.pi05 import PI05Args
 
 
 @pytest.fixture
@@ -83,6 +89,71 @@ def test_make_tiny_checkpoint_where_nothing_can_be_written(tmp_path: Path) -> No
     result = CliRunner().invoke(app, ["make-tiny-checkpoint", str(tmp_path / "file")])
     assert result.exit_code == 1
     assert "cannot write the checkpoint" in result.output
+
+
+def test_make_random_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The full-size branch with a small model in place of the published size; the other sizes have tests of their own."""
+    from rlinf_phyai.models.pi05 import random_checkpoint
+    from rlinf_phyai.models.pi05.configuration import GemmaConfig, PI05Config, VisionConfig
+
+    stack = {"depth": 1, "num_heads": 2, "head_dim": 8}
+    small = PI05Config(
+        vision=VisionConfig(hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2),
+        prefix=GemmaConfig(width=16, mlp_dim=32, **stack),
+        expert=GemmaConfig(width=8, mlp_dim=16, **stack),
+        vocab_size=2000,
+    )
+    monkeypatch.setattr(random_checkpoint, "PI05Config", lambda: small)
+    invoke = functools.partial(CliRunner().invoke, app)
+    directory = tmp_path / "a"
+    result = invoke(["make-random-checkpoint", str(directory), "--size", "full", "--device", "cpu", "--seed", "3"])
+    assert result.exit_code == 0, result.output
+    tokenizer = directory / "big_vision" / "paligemma_tokenizer.model"
+    assert (directory / "physical-intelligence" / "libero" / "norm_stats.json").is_file()
+    state = load_file(directory / "model.safetensors")
+    assert {str(tensor.dtype) for tensor in state.values()} == {"torch.bfloat16", "torch.float32"}
+    assert all(tensor.float().std() > 0 for tensor in state.values())
+
+    args = ["make-random-checkpoint", str(tmp_path / "b"), "--device", "cpu", "--seed", "3"]
+    assert invoke([*args, "--tokenizer", str(tokenizer)]).exit_code == 0
+    for name in ("model.safetensors", "config.json", "big_vision/paligemma_tokenizer.model"):
+        assert (tmp_path / "b" / name).read_bytes() == (directory / name).read_bytes()
+
+    with Engine(
+        EngineArgs(
+            plugin="pi05",
+            plugin_args=PI05Args(checkpoint_dir=directory, max_batch_size=1),
+            config=EngineConfig(device=DeviceConfig(target="cpu", params_dtype=torch.float32)),
+        )
+    ) as engine:
+        assert engine.load_report.missing == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--device", "tpu"], "available here: cpu"),
+        (["--size", "huge"], "huge"),
+        (["--size", "tiny", "--tokenizer", __file__], "--tokenizer goes with --size full"),
+    ],
+)
+def test_make_random_checkpoint_refuses(
+    options: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    result = CliRunner().invoke(app, ["make-random-checkpoint", str(tmp_path / "a"), *options])
+    assert result.exit_code == 2
+    assert message in result.output
+    assert not (tmp_path / "a").exists()
+
+
+def test_make_random_checkpoint_without_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rlinf_phyai.models.pi05 import random_checkpoint
+
+    monkeypatch.setattr(random_checkpoint.shutil, "disk_usage", lambda path: SimpleNamespace(free=10**9))
+    result = CliRunner().invoke(app, ["make-random-checkpoint", str(tmp_path / "a"), "--device", "cpu"])
+    assert result.exit_code == 1
+    assert "the weights need 7.5 GB, free are 1.0 GB" in " ".join(result.output.split())
 
 
 def test_show_run_that_cannot_draw_says_so(log_folder: Path, tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def flow_sde_sigmas(num_steps: int, noise_level: float, steps: list[int], size: 
 
 
 @contextlib.contextmanager
-def _patched_sizes(sizes: PI05Sizes) -> Iterator[None]:
+def patched_sizes(sizes: PI05Sizes) -> Iterator[None]:
     """While active, openpi builds its modules with ``sizes``; classes and methods stay the installed ones."""
     import openpi.models.gemma as gemma
     import openpi.models_pytorch.gemma_pytorch as gemma_pytorch
@@ -199,7 +199,7 @@ class Reference:
         precision = torch.get_float32_matmul_precision()
         random_state = torch.get_rng_state()
         try:
-            with _patched_sizes(sizes):
+            with patched_sizes(sizes):
                 self.model = openpi_action_model.OpenPi0ForRLActionPrediction(config).float().eval()
         finally:
             # openpi's constructor sets a process-wide precision, and initialisation draws from the global generator.
