@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import RESULTS, write_json
-from benchmarks.training_run import TrainingRun, train
+from benchmarks.training_run import CONFIG_DIR, TrainingRun, train
 from rlinf_phyai.run_summary import Series
 
 CONFIG = "libero_spatial_ppo_openpi_pi05_phyai"
@@ -138,6 +138,47 @@ def print_comparison(runs: list[dict[str, Any]]) -> None:
         print(
             f"phyai against stock: predict {_ratio(stock['predict'], phyai['predict'])}, parts that this project works on"
             f" {_ratio(ours[1], ours[0])}, whole step {_ratio(stock['total'], phyai['total'])}."
+        )
+
+
+def recipe_sizes(config: str) -> dict[str, int]:
+    """Samples, episodes and updates of one training step of the config as it stands."""
+    from hydra import compose, initialize_config_dir
+
+    with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
+        cfg = compose(config)
+    episodes = cfg.env.train.total_num_envs * cfg.env.train.rollout_epoch
+    return {
+        "environments": cfg.env.train.total_num_envs,
+        "episodes": episodes,
+        "samples": episodes * (cfg.env.train.max_steps_per_rollout_epoch // cfg.actor.model.num_action_chunks),
+    }
+
+
+def projection(mean: dict[str, float], sizes: dict[str, Any], recipe: dict[str, int]) -> dict[str, float]:
+    """Seconds of a step of the whole recipe on the same machine, if every part grew in proportion.
+
+    Resets grow with the episodes, the sync does not grow, all else grows with the samples. An upper bound for the models:
+    the recipe's larger batches cost less per sample.
+    """
+    samples = recipe["samples"] / sizes["samples_per_step"]
+    episodes = recipe["episodes"] / (sizes["environments"] * sizes["rollout_epochs"])
+    factor = {"environment reset": episodes, "sync": 1.0}
+    parts = {part: mean[part] * factor.get(part, samples) for part in PARTS}
+    return {**parts, "total": sum(parts.values())}
+
+
+def print_projection(result: dict[str, Any]) -> None:
+    """The recipe's step by backend."""
+    recipe = result["recipe"]
+    for run in result["runs"]:
+        if not run["mean"]:
+            continue
+        parts = projection(run["mean"], result["shapes"], recipe)
+        print(
+            f"{run['backend']}, projected in proportion to the recipe's {recipe['samples']} samples and"
+            f" {recipe['episodes']} episodes a step: {parts['total']:.0f} s = "
+            + " + ".join(f"{part} {parts[part]:.0f}" for part in PARTS)
         )
 
 
@@ -272,6 +313,7 @@ def main() -> None:
     for run in result["runs"]:
         print_run(run)
     print_comparison(result["runs"])
+    print_projection(result)
     plot = args.plot or args.out.with_suffix(".png")
     if any(run["mean"] for run in result["runs"]):
         draw_steps(json.loads(args.out.read_text()), plot)

@@ -27,7 +27,8 @@ import psutil
 
 from rlinf_phyai.run_summary import Series, read_scalars
 
-CONFIG_DIR = Path(__file__).resolve().parents[1] / "examples" / "embodiment" / "config"
+_REPOSITORY = Path(__file__).resolve().parents[1]
+CONFIG_DIR = _REPOSITORY / "examples" / "embodiment" / "config"
 _GRACE_S = 45.0  # for the program to shut Ray down after the time limit
 
 # Lines of the program that end a phase of its start.
@@ -87,7 +88,8 @@ def train(
         *given,
     ]
     ray_folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # short: Ray's socket paths have at most 107 characters
-    variables = {"RAY_ADDRESS": "local", "RAY_TMPDIR": ray_folder, "PYTHONUNBUFFERED": "1"}
+    python_path = f"{_REPOSITORY}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
+    variables = {"RAY_ADDRESS": "local", "RAY_TMPDIR": ray_folder, "PYTHONUNBUFFERED": "1", "PYTHONPATH": python_path}
     memory = _MemoryWatch(gpu)
     started = time.time()
     process = subprocess.Popen(

@@ -85,6 +85,16 @@ def test_overrides_make_a_valid_config(monkeypatch: pytest.MonkeyPatch, tiny_che
     assert cfg.actor.optim.lr == 0
 
 
+def test_projection_to_the_recipe() -> None:
+    recipe = end_to_end.recipe_sizes(end_to_end.CONFIG)
+    assert recipe == {"environments": 64, "episodes": 512, "samples": 24576}
+    mean = {part: 1.0 for part in end_to_end.PARTS}
+    sizes = {"samples_per_step": 192, "environments": 16, "rollout_epochs": 1}
+    found = end_to_end.projection(mean, sizes, recipe)
+    assert (found["environment reset"], found["predict"], found["sync"]) == (32.0, 128.0, 1.0)
+    assert found["total"] == 32.0 + 5 * 128.0 + 1.0
+
+
 def test_batches_that_do_not_divide_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     args = arguments(monkeypatch, "--checkpoint", ".", "--envs", "4", "--chunk-steps", "3", "--global-batch", "8")
     with pytest.raises(ValueError, match="12 samples a step, global batch 8"):
