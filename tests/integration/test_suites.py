@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GRPO, another suite, two pipeline stages and WandB's offline mode, in one real run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.conftest import StartProgram
+
+pytestmark = [pytest.mark.integration, pytest.mark.long]
+
+
+def wandb_history(log_dir: Path) -> dict[str, list[Any]]:
+    """Every metric of the one offline WandB run below a log folder."""
+    from wandb.proto.wandb_internal_pb2 import Record
+    from wandb.sdk.internal.datastore import DataStore
+
+    (file,) = log_dir.rglob("run-*.wandb")
+    store = DataStore()
+    store.open_for_scan(str(file))
+    history: dict[str, list[Any]] = {}
+    while (data := store.scan_data()) is not None:
+        record = Record()
+        record.ParseFromString(data)
+        for item in record.history.item:
+            name = item.key or "/".join(item.nested_key)
+            history.setdefault(name, []).append(json.loads(item.value_json))
+    return history
+
+
+def test_grpo_in_two_stages_with_wandb(start: StartProgram) -> None:
+    """Groups of two; each stage steps one group while the other one waits for its actions."""
+    program = start(
+        "launcher",
+        "+size=tiny",
+        "algorithm.group_size=2",
+        "env.train.total_num_envs=4",
+        "rollout.pipeline_stage_num=2",
+        "runner.max_epochs=1",
+        "runner.logger.logger_backends=[tensorboard,wandb]",
+        config="libero_goal_grpo_openpi_pi05_phyai",
+        environment={"WANDB_MODE": "offline"},
+    )
+    run = program.finish()
+    run.assert_success()
+    scalars = run.scalars()
+    assert scalars["train/actor/first_update/ratio_max_dev"] == [0.0]
+    assert scalars["train/actor/importance_sampling_weight"] == pytest.approx([1.0], abs=1e-3)
+    assert scalars["train/actor/rollout_train_logprob_gap"][0] < 1e-4
+    assert not any(tag.startswith("train/critic/") for tag in scalars)
+    # WandB got what TensorBoard got, with nothing lost between the four calls of a step.
+    history = wandb_history(run.log_dir)
+    for tag in ("env/success_once", "train/actor/importance_sampling_weight", "time/step"):
+        assert history[tag] == pytest.approx(scalars[tag], rel=1e-6)
+    assert set(scalars) <= set(history)
+    assert program.left_over() == []
