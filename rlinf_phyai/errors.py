@@ -28,3 +28,7 @@ class EngineUnusableError(PhyaiError, RuntimeError):
 
 class EngineClosedError(PhyaiError, RuntimeError):
     """The engine was closed; build a new one."""
+
+
+class EngineOffloadedError(PhyaiError, RuntimeError):
+    """The engine's memory is on the host; call ``reload()`` first."""

@@ -7,6 +7,7 @@ from rlinf_phyai.engine.weight_update import UpdateState
 from rlinf_phyai.errors import (
     CheckpointError,
     EngineClosedError,
+    EngineOffloadedError,
     EngineUnusableError,
     KernelPolicyError,
     PhyaiError,
@@ -21,6 +22,7 @@ __all__ = [
     "EngineArgs",
     "EngineClosedError",
     "EngineConfig",
+    "EngineOffloadedError",
     "EngineUnusableError",
     "KernelPolicyError",
     "PhyaiError",

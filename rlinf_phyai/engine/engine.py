@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -19,8 +20,9 @@ from torch import Tensor
 from rlinf_phyai.engine.config import EngineArgs
 from rlinf_phyai.engine.graphs import GraphCache
 from rlinf_phyai.engine.kernel_policy import KernelPolicy, load_kernel_policy
+from rlinf_phyai.engine.offload import HostCopy
 from rlinf_phyai.engine.weight_update import Batch, UpdateState, WeightUpdater
-from rlinf_phyai.errors import EngineClosedError, KernelPolicyError, RequestError
+from rlinf_phyai.errors import EngineClosedError, EngineOffloadedError, KernelPolicyError, RequestError
 from rlinf_phyai.kernels import UnknownKernel, resolve
 from rlinf_phyai.models.pi05.checkpoint import LoadReport
 from rlinf_phyai.models.pi05.configuration import PI05Config
@@ -73,6 +75,7 @@ class Engine:
                 args.plugin_args, kernels, self.device, self.params_dtype, runtime.seed, runtime.progress
             )
             self._model: PI05Model | None = model
+            self._host_copy = HostCopy(model.weights.storages.values())
             self._updater = WeightUpdater(model.weights, model.canonical_name, model.tables.refresh)
             model.tables.refresh()
         self.load_report: LoadReport = model.load_report
@@ -146,6 +149,7 @@ class Engine:
     def _running(self, request: PI05Request) -> Iterator[tuple[PI05Model, CheckedRequest]]:
         with self._lock:
             self._updater.check_usable()
+            self._check_loaded()
             assert self._model is not None
             checked = check_request(
                 request, self.model_config, self.max_batch_size, self.device, self.runtime.check_finite
@@ -233,11 +237,13 @@ class Engine:
         with self._lock:
             if self._model is None:
                 raise EngineClosedError("the engine is closed; build a new one.")
+            self._check_loaded()
             return dict(self._model.weights.views)
 
     def begin_weight_update(self) -> None:
         """Opens a weight update; steps are refused until it is finished or aborted. Raises WeightUpdateError."""
         with self._lock:
+            self._check_loaded()
             self._updater.begin()
 
     def update_weights(self, batch: Batch) -> None:
@@ -270,6 +276,64 @@ class Engine:
             raise
         self.finish_weight_update(version, require_all)
 
+    # -- offload --
+
+    @property
+    def offloaded(self) -> bool:
+        """True between :meth:`offload` and :meth:`reload`: steps, weight updates and ``state_dict`` are refused."""
+        return self._host_copy.away
+
+    def offload(self) -> None:
+        """Moves the weights to the host and frees graphs and buffers, so that others may use the device's memory.
+
+        The host keeps a copy of all weights from then on (page-locked on CUDA). On an offloaded engine it does nothing.
+
+        Raises:
+            EngineClosedError, EngineUnusableError, WeightUpdateError (an update is in progress), PhyaiError (too little host memory).
+        """
+        with self._lock, self._own_modes(), self._stream_order():
+            self._updater.check_usable()
+            if self.offloaded:
+                return
+            assert self._model is not None
+            begin, graphs = time.perf_counter(), len(self._graphs)
+            self._free_working_memory(self._model)
+            copied = self._host_copy.save()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+            logger.info(
+                "engine: offloaded %.2f GiB in %.2f s (%.2f GiB copied, %d graphs dropped)",
+                self._host_copy.num_bytes / 2**30, time.perf_counter() - begin, copied / 2**30, graphs,
+            )  # fmt: skip
+
+    def reload(self) -> None:
+        """Brings the weights back, bit for bit; graphs are captured again when a step first needs them.
+
+        On an engine that is not offloaded it does nothing.
+
+        Raises:
+            EngineClosedError, EngineUnusableError, WeightUpdateError (an update is in progress), torch.OutOfMemoryError (the engine
+            stays offloaded).
+        """
+        with self._lock, self._own_modes(), self._stream_order():
+            self._updater.check_usable()
+            if not self.offloaded:
+                return
+            begin = time.perf_counter()
+            self._host_copy.restore()
+            note = "; graphs are captured again on first use" if self._use_graphs else ""
+            logger.info("engine: reloaded in %.2f s%s", time.perf_counter() - begin, note)
+
+    def _check_loaded(self) -> None:
+        if self.offloaded:
+            raise EngineOffloadedError("the engine is offloaded: its weights are on the host; call reload() first.")
+
+    def _free_working_memory(self, model: PI05Model) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self._graphs.clear()
+        model.scheduler.clear()
+
     # -- life cycle --
 
     def captured_graphs(self) -> dict[Hashable, Any]:
@@ -283,6 +347,7 @@ class Engine:
             self._updater.close()
             self._graphs.clear()
             self._model = None
+            self._host_copy = HostCopy(())
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
                 torch.cuda.empty_cache()

@@ -35,6 +35,7 @@ class GraphCache:
         self._graphs: OrderedDict[Hashable, CapturedGraph] = OrderedDict()
         self._max_graphs = max_graphs
         self._pool: Any = None
+        self._side: torch.cuda.Stream | None = None  # one for all warm-ups: cuBLAS keeps a workspace per stream
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -57,7 +58,7 @@ class GraphCache:
 
     def _capture(self, program: Program, keep_alive: Any) -> CapturedGraph:
         current = torch.cuda.current_stream()
-        side = torch.cuda.Stream()
+        side = self._side = self._side or torch.cuda.Stream()
         side.wait_stream(current)
         with torch.cuda.stream(side):
             for _ in range(_WARM_UP_RUNS):

@@ -87,12 +87,13 @@ class EngineWeights:
 
     @contextmanager
     def session(self) -> Iterator[WeightSession]:
-        """Opens the engine's update; commits at the end, aborts on any failure.
+        """Opens the engine's update; commits at the end, aborts on any failure. An offloaded engine is reloaded first.
 
         Raises:
             WeightUpdateError: a bucket was rejected, or the sync held no parameter. When weights had been written, the
                 engine is unusable afterwards and says so.
         """
+        self._engine.reload()
         self._engine.begin_weight_update()
         session = self._session = WeightSession()
         try:

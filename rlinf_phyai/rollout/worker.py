@@ -2,8 +2,7 @@
 """RLinf's rollout worker with the engine as its policy.
 
 Channels, pipeline stages, progress bars and the weight-sync protocol stay RLinf's. Overridden are: building the model,
-the weight sync (one engine session around it), the predictions of which only the value is used, and offloading
-(refused).
+the weight sync (one engine session around it), the predictions of which only the value is used, and offloading.
 """
 
 from __future__ import annotations
@@ -33,11 +32,9 @@ class PhyaiRolloutWorker(MultiStepRolloutWorker):
         """Loads the engine.
 
         Raises:
-            NotImplementedError: ``rollout.enable_offload`` or ``rollout.expert_model``.
+            NotImplementedError: ``rollout.expert_model``.
             ValueError, PhyaiError: see :func:`rlinf_phyai.rollout.build.build_policy`.
         """
-        if self.enable_offload:
-            raise _no_offload()
         if self.cfg.rollout.get("expert_model", None):
             raise NotImplementedError(
                 "rollout.expert_model (DAgger) is not supported by rollout_backend phyai; use rollout_backend:"
@@ -47,6 +44,8 @@ class PhyaiRolloutWorker(MultiStepRolloutWorker):
             self.cfg, self.model_cfg, self._engine_device(), self._rank, self._environments_per_stage()
         )
         self.setup_sample_params()
+        if self.enable_offload:
+            self.offload_model()
 
     def _engine_device(self) -> torch.device:
         return torch.device("cpu") if self.device == "cpu" else torch.device(self.torch_device_type, self.device)
@@ -123,17 +122,12 @@ class PhyaiRolloutWorker(MultiStepRolloutWorker):
         """One checksum per parameter, for the comparison with the actor after the first sync."""
         return self.hf_model.parameter_checksums(getattr(self.weight_syncer, "bucket_dtype", None))
 
+    @Worker.timer("offload")
     def offload_model(self) -> None:
-        """Refused."""
-        raise _no_offload()
+        """Frees the device for the actor; RLinf calls it after every rollout with ``rollout.enable_offload``."""
+        self.hf_model.engine.offload()
 
+    @Worker.timer("reload")
     def reload_model(self) -> None:
-        """Refused."""
-        raise _no_offload()
-
-
-def _no_offload() -> NotImplementedError:
-    return NotImplementedError(
-        "rollout.enable_offload is not supported by rollout_backend phyai: the engine keeps its weights and graphs on"
-        " the device. Set rollout.enable_offload: False"
-    )
+        """Takes the memory back before a rollout. A weight sync did so already (see :class:`EngineWeights`)."""
+        self.hf_model.engine.reload()

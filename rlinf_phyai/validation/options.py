@@ -79,7 +79,6 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         training_only=True,
     ),
     # the rollout
-    Unsupported("rollout.enable_offload", "the engine keeps its weights and CUDA graphs at fixed GPU addresses"),
     Unsupported(
         "rollout.enable_torch_compile",
         "it compiles the Hugging Face model; the engine brings its own kernels and CUDA graphs",

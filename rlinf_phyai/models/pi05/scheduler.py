@@ -117,6 +117,10 @@ class PI05Scheduler:
         self.generator = generator
         self._buffers: OrderedDict[Shape, Buffers] = OrderedDict()
 
+    def clear(self) -> None:
+        """Drops the static buffers; graphs that read them must be gone before."""
+        self._buffers.clear()
+
     def step(self, request: CheckedRequest, run: RunProgram) -> Tensor:
         """Deterministic (ODE) actions [B, H, D]."""
         return self._execute(self.shape_of(request), request, run)["actions"]

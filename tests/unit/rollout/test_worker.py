@@ -310,15 +310,36 @@ def test_a_lost_connection_keeps_the_version(make_config, make_worker, build_act
     assert worker.version == worker.hf_model.engine.version == 0
 
 
+# -- offload ------------------------------------------------------------------------------------------------------------
+
+
+def test_offload_between_rollouts_changes_no_result(make_config, make_worker, build_actor) -> None:
+    """RLinf's order: build and offload, sync, reload, rollout, offload; beside it a worker that keeps its memory."""
+    results = []
+    for offload in (True, False):
+        config, inbox = make_config(f"rollout.enable_offload={offload}"), []
+        worker = make_worker(config, inbox, synced=False)
+        assert worker.hf_model.engine.offloaded == offload
+        for version in (1, 2):
+            inbox += buckets(worker, build_actor(config), version=version)
+            asyncio.run(worker.sync_model_from_actor())
+            assert not worker.hf_model.engine.offloaded
+            inbox += epoch_inbox(final_at=1)
+            asyncio.run(worker.generate(None, None))
+            assert worker.hf_model.engine.offloaded == offload
+            assert worker.hf_model.engine.version == version
+        results.append(worker.sent)
+    for found, wanted in zip(*results, strict=True):
+        for field in ("actions", "prev_logprobs", "prev_values", "bootstrap_values"):
+            left, right = getattr(found, field), getattr(wanted, field)
+            assert (left is None) == (right is None)
+            if right is not None:
+                torch.testing.assert_close(left, right, atol=0, rtol=0, equal_nan=True)
+
+
 # -- refusals -----------------------------------------------------------------------------------------------------------
 
 
-def test_offloading_and_expert_models_are_refused(make_config, make_worker) -> None:
-    with pytest.raises(NotImplementedError, match="enable_offload"):
-        make_worker(make_config("rollout.enable_offload=true"), [])
+def test_expert_models_are_refused(make_config, make_worker) -> None:
     with pytest.raises(NotImplementedError, match="expert_model"):
         make_worker(make_config("rollout.expert_model.model_path=x"), [])
-    worker = make_worker(make_config(), [])
-    for method in (worker.offload_model, worker.reload_model):
-        with pytest.raises(NotImplementedError, match="enable_offload"):
-            method()

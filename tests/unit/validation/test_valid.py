@@ -92,7 +92,7 @@ def test_shipped_kernel_policies_are_accepted(config: MakeConfig) -> None:
         ({"env.train.auto_reset": True, "env.train.max_episode_steps": 120}, 2),
         ({"env.train.rollout_epoch": REMOVED, "algorithm.rollout_epoch": 8}, 2),  # RLinf's deprecated place
         ({"env.train.task_suite_name": "libero_10"}, 2),
-        ({"actor.enable_offload": True}, 2),
+        ({"actor.enable_offload": True, "rollout.enable_offload": True}, 2),
     ],
     ids=lambda value: "+".join(value) if isinstance(value, dict) else str(value),
 )
