@@ -107,14 +107,20 @@ class Engine:
         if not isinstance(request, PI05RolloutRequest):
             raise RequestError(f"rollout_step needs a PI05RolloutRequest; found {type(request).__name__}.")
         with self._running(request) as (model, checked):
-            if request.compute_value:
-                self._check_value_head()
+            if request.compute_value and self.model_config.value_mode is not None:
+                self._check_written(model.weights.value_head, "critic", "value_head.*", "compute_value=False")
+            steps = request.stochastic_steps
+            if self.model_config.noise_method == "flow_noise" and (steps is None or bool(steps.any())):
+                self._check_written(
+                    model.weights.noise_head, "noise head", "noise_head.*", "stochastic_steps all False"
+                )
             return model.scheduler.rollout(checked, request.compute_value, self._run)
 
     def value(self, request: PI05Request) -> Tensor:
         """Critic after the VLM: float32 [B, 1], by the prefix alone. Raises as :meth:`step`."""
         with self._running(request) as (model, checked):
-            self._check_value_head()
+            if self.model_config.value_mode is not None:
+                self._check_written(model.weights.value_head, "critic", "value_head.*", "compute_value=False")
             return model.scheduler.value(checked, self._run)
 
     def stages(self, request: PI05Request) -> dict[str, Callable[[], Any]]:
@@ -135,14 +141,13 @@ class Engine:
 
         return {name: ordered(program) for name, program in programs.items()}
 
-    def _check_value_head(self) -> None:
-        assert self._model is not None
+    @staticmethod
+    def _check_written(head: list[tuple[Tensor, Tensor]], part: str, names: str, instead: str) -> None:
         # A tensor that nobody wrote has version 0; RLinf's patch syncer writes in place, past the load report.
-        head = self._model.weights.value_head
-        if self.model_config.value_mode is not None and any(t._version == 0 for layer in head for t in layer):
+        if any(t._version == 0 for layer in head for t in layer):
             raise RequestError(
-                "the critic has no weights yet: the checkpoint holds no value_head.*; send them by a weight update first, or set "
-                "compute_value=False."
+                f"the {part} has no weights yet: the checkpoint holds no {names}; send them by a weight update first, or set "
+                f"{instead}."
             )
 
     @contextmanager
@@ -206,11 +211,11 @@ class Engine:
         pixels = torch.zeros(batch, cameras, 3, size, size, dtype=f32, device=self.device)
         noise = torch.zeros(batch, c.action_horizon, c.action_dim, dtype=f32)
         if model.args.capture_rollout:
-            sigmas = torch.zeros(batch, c.num_steps, dtype=f32)
+            learned = c.noise_method == "flow_noise"
+            sigmas = None if learned else torch.zeros(batch, c.num_steps, dtype=f32)
+            steps = torch.zeros(batch, c.num_steps, dtype=torch.bool) if learned else None
             step_noise = torch.zeros(batch, c.num_steps, c.action_horizon, c.action_dim, dtype=f32)
-            self.rollout_step(
-                PI05RolloutRequest(pixels, ids, lens, noise, None, sigmas, step_noise, compute_value=False)
-            )
+            self.rollout_step(PI05RolloutRequest(pixels, ids, lens, noise, None, sigmas, step_noise, False, steps))
         else:
             self.step(PI05Request(pixels, ids, lens, noise))
         torch.cuda.synchronize(self.device)

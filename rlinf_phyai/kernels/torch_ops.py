@@ -164,6 +164,11 @@ def denoise_update(
     x0 = x - velocity * time
     x1 = x + velocity * (1.0 - time)
     mean = x0 * (1.0 - (time - delta)) + x1 * ((time - delta) - sigma.square() * delta / (2.0 * time))
+    return gaussian_step(mean, std, noise)
+
+
+def gaussian_step(mean: Tensor, std: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+    """``x' = mean + std * noise`` and its log-density per element, exactly 0 where std is 0. std broadcasts to [B, H, D]."""
     new = mean + noise * std
     safe = torch.where(std > 0, std, 1.0)
     log_prob = -torch.log(safe) - _HALF_LOG_2PI - 0.5 * ((new - mean) / safe).square()

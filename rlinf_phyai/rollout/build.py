@@ -13,10 +13,11 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from rlinf_phyai.engine import DeviceConfig, Engine, EngineArgs, EngineConfig, RuntimeConfig
 from rlinf_phyai.models.pi05 import PI05Args
+from rlinf_phyai.models.pi05.configuration import NOISE_METHODS
 from rlinf_phyai.rollout.observation import make_transforms
 from rlinf_phyai.rollout.openpi_setup import load_openpi_setup
 from rlinf_phyai.rollout.policy import PhyaiPolicy, PolicyOptions
-from rlinf_phyai.rollout.sampling import FlowSampler, SamplingOptions
+from rlinf_phyai.rollout.sampling import FlowSampler, NoiseAnnealing, SamplingOptions
 
 _DTYPES = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp32": torch.float32, "float32": torch.float32}
 _ACTOR_CAMERAS = 3  # openpi's PI0.5 always embeds three images; a data config masks those it lacks
@@ -77,6 +78,8 @@ def build_policy(
         config.joint_logprob,
         config.ignore_last,
         trains=not cfg.runner.get("only_eval", False),
+        noise_method=config.noise_method,
+        annealing=NoiseAnnealing(*config.noise_params) if config.noise_anneal else None,
     )
     seed = int(OmegaConf.select(cfg, "actor.seed", default=0))
     engine = Engine(
@@ -94,6 +97,8 @@ def build_policy(
                 num_cameras=_ACTOR_CAMERAS,
                 value_mode={"vlm": config.value_vlm_mode, "expert": "expert", None: None}[critic],
                 chunk_critic_input=config.chunk_critic_input,
+                noise_method=config.noise_method,
+                noise_std_range=tuple(config.noise_logvar_range),
                 weights=cfg.runner.get("ckpt_path"),
             ),
             config=EngineConfig(
@@ -134,9 +139,9 @@ def check_supported(openpi: Mapping[str, Any]) -> None:
     problems = []
     if not openpi["pi05"]:
         problems.append(f"openpi.config_name {openpi['config_name']!r} is a PI0 model; the engine runs PI0.5")
-    if openpi["noise_method"] != "flow_sde":
-        problems.append(f"openpi.noise_method is {openpi['noise_method']!r}; the engine samples with 'flow_sde'")
-    for name in ("noise_anneal", "safe_get_logprob", "double_layer", "use_dsrl", "is_nft"):
+    if openpi["noise_method"] not in NOISE_METHODS:
+        problems.append(f"openpi.noise_method is {openpi['noise_method']!r}; the engine has {', '.join(NOISE_METHODS)}")
+    for name in ("safe_get_logprob", "double_layer", "use_dsrl", "is_nft"):
         if openpi[name]:
             problems.append(f"openpi.{name} is on; the engine does not implement it")
     if problems:

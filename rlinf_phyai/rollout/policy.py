@@ -192,9 +192,10 @@ class PhyaiPolicy:
             inputs.lang_lens,
             noise=plan.noise[rows],
             image_masks=inputs.image_masks,
-            sigmas=plan.sigmas[rows],
+            sigmas=None if plan.sigmas is None else plan.sigmas[rows],
             step_noise=plan.step_noise[rows],
             compute_value=compute_value,
+            stochastic_steps=None if plan.stochastic_steps is None else plan.stochastic_steps[rows],
         )
         output = self.engine.rollout_step(request)
         part = {

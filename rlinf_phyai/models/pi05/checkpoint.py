@@ -23,13 +23,18 @@ LM_HEAD = "paligemma_with_expert.paligemma.lm_head.weight"
 EXPERT_LM_HEAD = "paligemma_with_expert.gemma_expert.lm_head.weight"
 """The action path never reads the expert's output head; it is accepted and dropped."""
 
+VALUE_HEAD, NOISE_HEAD = "value_head.", "noise_head."
+OPTIONAL_PARTS = {"critic": VALUE_HEAD, "noise head": NOISE_HEAD}
+"""What reinforcement learning adds to the model; a checkpoint of supervised training holds none of it."""
+
 _ROOTS = (
     "paligemma_with_expert.",
     "action_in_proj.",
     "action_out_proj.",
     "time_mlp_in.",
     "time_mlp_out.",
-    "value_head.",
+    VALUE_HEAD,
+    NOISE_HEAD,
 )
 _PALIGEMMA = "paligemma_with_expert.paligemma."
 _NOT_WEIGHTS = ("policy_preprocessor", "policy_postprocessor")
@@ -48,7 +53,7 @@ class LoadReport:
 
     Attributes:
         loaded: written names. missing: names of the model that did not come (an error in a full load).
-        optional: missing names that may be absent (a critic that the checkpoint does not have).
+        optional: missing names that may be absent (a critic or noise head that the checkpoint does not have).
         unexpected: names that the model does not have (an error). ignored: known names that the engine never reads.
         casts: written names whose type differed, as ``name: from -> to``.
     """

@@ -18,6 +18,12 @@ from rlinf_phyai.errors import CheckpointError
 VALUE_MODES = ("mean_token", "last_token", "first_token", "expert")
 """Critic inputs: three poolings of the prefix output (critic after the VLM), or the expert's output per denoise step."""
 
+NOISE_METHODS = ("flow_sde", "flow_cps", "flow_noise")
+"""How a stochastic denoise step gets its noise; formulas in ``sampler.py``."""
+
+NOISE_HEAD_SIZES = (128, 64)
+"""Hidden sizes of flow-noise's MLP, fixed in RLinf's model."""
+
 
 def _check_sizes(where: str, config: Any, optional: tuple[str, ...]) -> None:
     """Every field but the ``optional`` ones is a whole number of at least 1."""
@@ -95,6 +101,8 @@ class PI05Config:
         value_mode: one of VALUE_MODES, or None without a critic.
         chunk_critic_input: critic after the expert pools the first ``action_chunk`` outputs instead of all.
         value_head_sizes: hidden sizes of the critic.
+        noise_method: one of NOISE_METHODS; ``flow_noise`` has parameters of its own (``noise_head.*``).
+        noise_std_range: smallest and largest standard deviation of flow-noise, where the checkpoint has no noise head.
     """
 
     vision: VisionConfig = field(default_factory=VisionConfig)
@@ -111,11 +119,22 @@ class PI05Config:
     value_mode: str | None = None
     chunk_critic_input: bool = False
     value_head_sizes: tuple[int, ...] = (1024, 512, 256)
+    noise_method: str = "flow_sde"
+    noise_std_range: tuple[float, float] = (0.08, 0.16)
 
     def __post_init__(self) -> None:
         if self.value_mode is not None and self.value_mode not in VALUE_MODES:
             raise ValueError(f"value_mode is {self.value_mode!r}; allowed: {', '.join(VALUE_MODES)} or None.")
-        others = ("vision", "prefix", "expert", "value_mode", "chunk_critic_input", "value_head_sizes")
+        if self.noise_method not in NOISE_METHODS:
+            raise ValueError(f"noise_method is {self.noise_method!r}; allowed: {', '.join(NOISE_METHODS)}.")
+        if len(self.noise_std_range) != 2 or not 0 < self.noise_std_range[0] < self.noise_std_range[1]:
+            raise ValueError(
+                f"noise_std_range is {self.noise_std_range}; two numbers are needed, 0 < smallest < largest deviation."
+            )
+        others = (
+            "vision", "prefix", "expert", "value_mode", "chunk_critic_input", "value_head_sizes", "noise_method",
+            "noise_std_range",
+        )  # fmt: skip
         _check_sizes("pi05", self, optional=others)
         if not 1 <= self.action_chunk <= self.action_horizon:
             raise ValueError(
@@ -204,7 +223,7 @@ def infer_config(shapes: Mapping[str, tuple[int, ...]], content: Mapping[str, An
         "num_steps": int(content.get("num_inference_steps", PI05Config.num_steps)),
     }
     fields["action_chunk"] = min(PI05Config.action_chunk, fields["action_horizon"])
-    return PI05Config(**fields, **_value_head(shapes, fields["prefix"].width))
+    return PI05Config(**fields, **_heads(shapes, fields["prefix"].width))
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -230,7 +249,7 @@ def _from_own(own: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> 
         if name in own:
             fields[name] = own[name]
     fields["action_chunk"] = min(PI05Config.action_chunk, fields.get("action_horizon", PI05Config.action_horizon))
-    head = _value_head(shapes, prefix.width)
+    head = _heads(shapes, prefix.width)
     if "value_head_sizes" in own:
         head["value_head_sizes"] = tuple(own["value_head_sizes"])
     return PI05Config(**fields, **head)
@@ -255,12 +274,13 @@ def _gemma(shapes: Mapping[str, tuple[int, ...]], stem: str) -> GemmaConfig:
     )
 
 
-def _value_head(shapes: Mapping[str, tuple[int, ...]], prefix_width: int) -> dict[str, Any]:
-    """Sizes and default mode of the critic that a checkpoint holds; nothing when it holds none."""
+def _heads(shapes: Mapping[str, tuple[int, ...]], prefix_width: int) -> dict[str, Any]:
+    """Critic (sizes and default mode) and noise head that a checkpoint holds; nothing when it holds none."""
+    found: dict[str, Any] = {"noise_method": "flow_noise"} if "noise_head.logvar_min" in shapes else {}
     rows: list[tuple[int, ...]] = []
     while (shape := shapes.get(f"value_head.mlp.{2 * len(rows)}.weight")) is not None:
         rows.append(shape)
     if not rows:
-        return {}
+        return found
     mode = "mean_token" if rows[0][1] == prefix_width else "expert"
-    return {"value_head_sizes": tuple(shape[0] for shape in rows[:-1]), "value_mode": mode}
+    return found | {"value_head_sizes": tuple(shape[0] for shape in rows[:-1]), "value_mode": mode}

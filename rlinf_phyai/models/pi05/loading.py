@@ -14,6 +14,7 @@ from rlinf_phyai.errors import CheckpointError
 from rlinf_phyai.models.pi05.checkpoint import (
     EMBEDDING,
     LM_HEAD,
+    OPTIONAL_PARTS,
     LoadReport,
     add_shapes,
     canonical_name,
@@ -66,7 +67,7 @@ def plan_load(
     if report.unexpected:
         problems.append(
             f"holds tensors that this model does not have: {_some(report.unexpected)}. Is it a PI0.5 checkpoint of this size, "
-            "and (for value_head.*) is the critic configured?"
+            "and (for value_head.*) is the critic configured, (for noise_head.*) is noise_method flow_noise?"
         )
     if wrong:
         problems.append(f"holds tensors of the wrong shape: {'; '.join(wrong[:_SHOWN])}.")
@@ -143,9 +144,10 @@ def load_checkpoint(
         report.casts += top.casts
         report.loaded = sorted(set(report.loaded) | set(top.loaded))
         where = f"{where} on top of checkpoint {checkpoint_dir}"
-    absent = len(report.optional)
-    if 0 < absent < sum(map(weights.is_optional, weights.views)):
-        raise CheckpointError(f"{where} holds a part of the critic only; missing: {_some(report.optional)}.")
+    for part, stem in OPTIONAL_PARTS.items():
+        absent = [name for name in report.optional if name.startswith(stem)]
+        if 0 < len(absent) < sum(name.startswith(stem) for name in weights.views):
+            raise CheckpointError(f"{where} holds a part of the {part} only; missing: {_some(absent)}.")
     if not all_finite(magnitudes(weights.storages.values())):
         raise CheckpointError(f"{where} holds NaN or infinity in {_some(non_finite(weights.views))}.")
     return report

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rlinf_phyai.models.pi05.checkpoint import EXPERT_LM_HEAD, LM_HEAD
+from rlinf_phyai.models.pi05.checkpoint import EXPERT_LM_HEAD, LM_HEAD, NOISE_HEAD
 from rlinf_phyai.models.pi05.configuration import PI05Config
 from rlinf_phyai.models.pi05.tiny import GemmaSizes, TinyConfig, VisionSizes, train_tokenizer, write_transform_files
 from rlinf_phyai.models.pi05.weights import PI05Weights
@@ -76,6 +76,8 @@ def make_random_checkpoint(
 
 def _fill(name: str, tensor: Tensor, generator: torch.Generator) -> None:
     """Layer-norm weights near 1, everything else small; AdaRMS ``dense`` is not zero, zeros would hide errors."""
+    if name.startswith(f"{NOISE_HEAD}logvar_"):  # bounds, not weights
+        return
     tensor.normal_(0.0, _STD, generator=generator)
     if name.endswith("weight") and ("layer_norm" in name or "post_layernorm" in name):
         tensor.add_(1.0)

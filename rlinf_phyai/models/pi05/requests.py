@@ -26,6 +26,7 @@ class PI05Args:
         action_horizon, action_chunk, action_env_dim, tokenizer_max_length, num_cameras: see :class:`PI05Config`.
         value_mode: critic input, one of ``mean_token``, ``last_token``, ``first_token``, ``expert``.
         chunk_critic_input: critic after the expert pools the first ``action_chunk`` outputs only.
+        noise_method, noise_std_range: noise of ``rollout_step``, see :class:`PI05Config`.
         weights: ``.pt`` state dict loaded on top of the checkpoint, any subset of the parameters.
     """
 
@@ -40,6 +41,8 @@ class PI05Args:
     num_cameras: int | None = None
     value_mode: str | None = None
     chunk_critic_input: bool | None = None
+    noise_method: str | None = None
+    noise_std_range: tuple[float, float] | None = None
     weights: str | Path | None = None
 
     def __post_init__(self) -> None:
@@ -52,7 +55,7 @@ class PI05Args:
         """The fields that replace those of the checkpoint's configuration."""
         names = (
             "num_steps", "action_horizon", "action_chunk", "action_env_dim", "tokenizer_max_length", "num_cameras",
-            "value_mode", "chunk_critic_input",
+            "value_mode", "chunk_critic_input", "noise_method", "noise_std_range",
         )  # fmt: skip
         return {name: getattr(self, name) for name in names}
 
@@ -81,17 +84,20 @@ class PI05Request:
 class PI05RolloutRequest(PI05Request):
     """A request whose whole denoising trajectory is wanted.
 
-    Exact replay needs ``noise``, ``step_noise`` and ``sigmas``: with all three given, two calls agree bit for bit.
+    Exact replay needs ``noise``, ``step_noise`` and the step choice: with all of them given, two calls agree bit for bit.
 
     Args:
-        sigmas: float32 [B, N], noise scale of each step, 0 = deterministic step; required.
+        sigmas: float32 [B, N], noise scale of each step, 0 = deterministic step; required by ``flow_sde`` and ``flow_cps`` (there
+            within 0..1), None with ``flow_noise``, whose scale is learned.
         step_noise: float32 [B, N, H, D]; None draws it from the engine's generator.
         compute_value: whether the critic's value is wanted.
+        stochastic_steps: bool [B, N], the steps that ``flow_noise`` makes stochastic; None = each of the model's ``num_steps``.
     """
 
     sigmas: Tensor | None = None
     step_noise: Tensor | None = None
     compute_value: bool = True
+    stochastic_steps: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -155,7 +161,10 @@ def _used_cameras(request: PI05Request, config: PI05Config) -> list[int]:
 
 @dataclass(frozen=True)
 class CheckedRequest:
-    """A request after its checks: sizes known on the host, tensors on the engine's device."""
+    """A request after its checks: sizes known on the host, tensors on the engine's device.
+
+    ``sigmas`` [B, N] is 0 on deterministic steps for every noise method, and 1 on the others for ``flow_noise``.
+    """
 
     batch: int
     cameras: int
@@ -233,7 +242,7 @@ def check_request(
         step_noise=None if step_noise is None else step_noise.to(device, non_blocking=True),
     )
     if check_finite:
-        _check_values(checked, config.vocab_size)
+        _check_values(checked, config)
     return checked
 
 
@@ -255,29 +264,59 @@ def _check_padding(ids: Tensor, lens: Tensor, vocab_size: int) -> None:
 def _check_rollout(request: PI05Request, batch: int, config: PI05Config) -> tuple[Tensor | None, Tensor | None]:
     if not isinstance(request, PI05RolloutRequest):
         return None, None
-    sigmas = request.sigmas
-    if not isinstance(sigmas, Tensor) or sigmas.ndim != 2 or sigmas.shape[1] < 1:
-        raise RequestError("sigmas is required: float32 (batch, denoise steps), 0 for a deterministic step.")
-    _expect("sigmas", sigmas, (batch, sigmas.shape[1]), (torch.float32,))
-    if sigmas.device.type == "cpu":
-        _check_sigmas(sigmas)
+    steps = request.stochastic_steps
+    if config.noise_method == "flow_noise":
+        sigmas = _check_steps(request, batch, config)
+    elif steps is not None:
+        raise RequestError(f"stochastic_steps belongs to flow_noise; noise_method {config.noise_method} takes sigmas.")
+    else:
+        sigmas = _checked_sigmas(request, batch, config)
     if request.step_noise is not None:
         shape = (batch, sigmas.shape[1], config.action_horizon, config.action_dim)
         _expect("step_noise", request.step_noise, shape, (torch.float32,))
     return sigmas, request.step_noise
 
 
-def _check_values(request: CheckedRequest, vocab_size: int) -> None:
+def _check_steps(request: PI05RolloutRequest, batch: int, config: PI05Config) -> Tensor:
+    """The step choice of flow-noise as float32 [B, N]."""
+    steps = request.stochastic_steps
+    if request.sigmas is not None:
+        raise RequestError(
+            "sigmas must be None with noise_method flow_noise; stochastic_steps says which steps are noisy."
+        )
+    if steps is None:
+        return torch.ones(batch, config.num_steps)
+    if not isinstance(steps, Tensor) or steps.ndim != 2 or steps.shape[1] < 1:
+        raise RequestError("stochastic_steps must be a bool tensor (batch, denoise steps), or None for all steps.")
+    _expect("stochastic_steps", steps, (batch, steps.shape[1]), (torch.bool,))
+    return steps.float()
+
+
+def _checked_sigmas(request: PI05RolloutRequest, batch: int, config: PI05Config) -> Tensor:
+    sigmas = request.sigmas
+    if not isinstance(sigmas, Tensor) or sigmas.ndim != 2 or sigmas.shape[1] < 1:
+        raise RequestError("sigmas is required: float32 (batch, denoise steps), 0 for a deterministic step.")
+    _expect("sigmas", sigmas, (batch, sigmas.shape[1]), (torch.float32,))
+    if sigmas.device.type == "cpu":
+        _check_sigmas(sigmas, config)
+    return sigmas
+
+
+def _check_values(request: CheckedRequest, config: PI05Config) -> None:
     """What only the content tells, on whatever device it lies: finite numbers, sigmas >= 0, ids and padding."""
     named = {"pixel_values": request.pixels, "noise": request.noise, "step_noise": request.step_noise}
     for name, tensor in named.items():
         if tensor is not None and not bool(torch.isfinite(tensor).all()):
             raise RequestError(f"{name} holds NaN or infinite values.")
     if request.sigmas is not None:
-        _check_sigmas(request.sigmas)
-    _check_padding(request.input_ids.cpu(), request.lang_lens.cpu(), vocab_size)
+        _check_sigmas(request.sigmas, config)
+    _check_padding(request.input_ids.cpu(), request.lang_lens.cpu(), config.vocab_size)
 
 
-def _check_sigmas(sigmas: Tensor) -> None:
+def _check_sigmas(sigmas: Tensor, config: PI05Config) -> None:
     if not bool((torch.isfinite(sigmas) & (sigmas >= 0)).all()):
         raise RequestError("sigmas holds negative or non-finite values; every value must be a finite number >= 0.")
+    if config.noise_method == "flow_cps" and bool((sigmas > 1).any()):
+        raise RequestError(
+            f"sigmas holds {float(sigmas.max())}; flow_cps shares the noise out, so at most 1 is allowed."
+        )

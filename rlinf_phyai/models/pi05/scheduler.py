@@ -22,7 +22,7 @@ from rlinf_phyai.models.pi05.cache import KeyValueCache
 from rlinf_phyai.models.pi05.expert import velocity
 from rlinf_phyai.models.pi05.prefix import embed_prompt, fill_cache
 from rlinf_phyai.models.pi05.requests import CheckedRequest, PI05RolloutOutput
-from rlinf_phyai.models.pi05.sampler import sample_ode, sample_sde
+from rlinf_phyai.models.pi05.sampler import sample, sample_ode, transition_of
 from rlinf_phyai.models.pi05.tables import DenoiseSchedule, DerivedTables
 from rlinf_phyai.models.pi05.value import fill_cache_and_value, value_from_expert
 from rlinf_phyai.models.pi05.vision import embed_images
@@ -181,7 +181,10 @@ class PI05Scheduler:
 
         if not shape.stochastic:
             return {"actions": sample_ode(field, schedule.times, buffers.noise)}
-        trajectory = sample_sde(self.kernels, field, schedule.times, buffers.noise, buffers.step_noise, buffers.sigmas)
+        transition = transition_of(
+            self.config.noise_method, self.kernels, self.weights, buffers.step_noise, buffers.sigmas
+        )
+        trajectory = sample(field, transition, schedule.times, buffers.noise)
         outputs = {
             "actions": trajectory.chains[:, -1],
             "chains": trajectory.chains,

@@ -14,8 +14,15 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from rlinf_phyai.models.pi05.checkpoint import EMBEDDING, EXPERT_LM_HEAD, LM_HEAD
-from rlinf_phyai.models.pi05.configuration import GemmaConfig, PI05Config
+from rlinf_phyai.models.pi05.checkpoint import (
+    EMBEDDING,
+    EXPERT_LM_HEAD,
+    LM_HEAD,
+    NOISE_HEAD,
+    OPTIONAL_PARTS,
+    VALUE_HEAD,
+)
+from rlinf_phyai.models.pi05.configuration import NOISE_HEAD_SIZES, GemmaConfig, PI05Config
 
 _TOWER = "paligemma_with_expert.paligemma.model.vision_tower.vision_model."
 _PROJECTOR = "paligemma_with_expert.paligemma.model.multi_modal_projector.linear."
@@ -212,8 +219,18 @@ class PI05Weights:
         if self.config.value_mode is not None:
             sizes = (self.config.value_input_width, *self.config.value_head_sizes, 1)
             for i, (columns, rows) in enumerate(pairwise(sizes)):
-                self.value_head.append(self._linear(f"value_head.mlp.{2 * i}", rows, columns))
+                self.value_head.append(self._linear(f"{VALUE_HEAD}mlp.{2 * i}", rows, columns))
+        self.noise_head: list[tuple[Tensor, Tensor]] = []
+        if self.config.noise_method == "flow_noise":
+            self.noise_logvar = []
+            for name, std in zip(("logvar_min", "logvar_max"), self.config.noise_std_range, strict=True):
+                bound = self._new(f"{NOISE_HEAD}{name}", 1, dtype=torch.float32)
+                bound.copy_(torch.tensor([std**2], dtype=torch.float32, device="cpu").log())
+                self.views[f"{NOISE_HEAD}{name}"] = bound
+                self.noise_logvar.append(bound)
+            for i, (columns, rows) in enumerate(pairwise((width, *NOISE_HEAD_SIZES, dim))):
+                self.noise_head.append(self._linear(f"{NOISE_HEAD}mlp_logvar.moduleList.{i}.linear_1", rows, columns))
 
     def is_optional(self, name: str) -> bool:
-        """Whether a full checkpoint may lack this name: SFT checkpoints have no critic."""
-        return name.startswith("value_head.")
+        """Whether a full checkpoint may lack this name: SFT checkpoints have no critic and no noise head."""
+        return name.startswith(tuple(OPTIONAL_PARTS.values()))
