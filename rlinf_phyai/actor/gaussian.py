@@ -52,7 +52,8 @@ def mean_shift(p: torch.Tensor, q: torch.Tensor, deviation: torch.Tensor) -> tor
 
 @dataclass(frozen=True)
 class GaussianSettings:
-    """What is needed to turn log-probs into distances: ``num_steps``, ``noise_level`` and ``action_dim`` (d)."""
+    """What is needed to turn log-probs into distances: ``num_steps``, ``noise_level`` (where annealing does not move it) and
+    ``action_dim`` (d)."""
 
     num_steps: int
     noise_level: float
@@ -64,7 +65,7 @@ class GaussianSettings:
         openpi = cfg.actor.model.get("openpi") or {}
         if openpi.get("noise_method", "flow_sde") != "flow_sde":
             return None
-        if any(openpi.get(key, False) for key in ("joint_logprob", "safe_get_logprob", "noise_anneal")):
+        if any(openpi.get(key, False) for key in ("joint_logprob", "safe_get_logprob")):
             return None
         steps = openpi.get("num_steps", cfg.actor.model.get("num_steps", None))
         if steps is None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 from openpi.models_pytorch.gemma_pytorch import PaliGemmaWithExpertModel
+from rlinf.models.embodiment.modules.explore_noise_net import ExploreNoiseNet
 from rlinf.models.embodiment.modules.value_head import ValueHead
 from rlinf.models.embodiment.openpi import get_model as rlinf_get_model
 from rlinf.models.embodiment.openpi.openpi_action_model import OpenPi0ForRLActionPrediction
@@ -22,6 +23,7 @@ from transformers.models.auto import CONFIG_MAPPING
 
 from rlinf_phyai.actor.model_loading import building
 from rlinf_phyai.checkpoint_setup import own_tokenizer, with_stated_sizes
+from rlinf_phyai.models.pi05.configuration import NOISE_HEAD_SIZES
 from rlinf_phyai.models.pi05.tiny import GemmaSizes, TinyConfig, read_tiny_config
 
 _CAMERAS = 3  # of the reference model; unused ones are masked
@@ -123,6 +125,15 @@ def _sized(sizes: TinyConfig) -> type[OpenPi0ForRLActionPrediction]:
                     activation="relu",
                     bias_last=True,
                 )
+            if config.noise_method == "flow_noise":
+                self.noise_head = ExploreNoiseNet(
+                    in_dim=width,
+                    out_dim=sizes.action_dim,
+                    hidden_dims=list(NOISE_HEAD_SIZES),
+                    activation_type="tanh",
+                    noise_logvar_range=config.noise_logvar_range,
+                    noise_scheduler_type="learn",
+                )
             for name, module in self.named_modules():  # RLinf's FSDP wrapping policy goes by this attribute
                 module._fsdp_wrap_name = name.rpartition(".")[2]
             _refuse_meta(self)
@@ -148,6 +159,6 @@ def _refuse_meta(model: nn.Module) -> None:
     left = [name for name, tensor in model.state_dict(keep_vars=True).items() if tensor.is_meta]
     if left:
         raise NotImplementedError(
-            f"A checkpoint that states its own sizes supports PI0.5 with flow_sde; {left[0]} and "
-            f"{len(left) - 1} more tensors belong to an option without a size there (use_dsrl, flow_noise, pi0)."
+            f"A checkpoint that states its own sizes supports PI0.5; {left[0]} and "
+            f"{len(left) - 1} more tensors belong to an option without a size there (use_dsrl, pi0)."
         )

@@ -10,6 +10,7 @@ and ``setup_model_and_optimizer`` trims the list of synchronised weights. With `
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -159,7 +160,9 @@ class PhyaiActorWorker(EmbodiedFSDPActor):
         self._correction_metrics.update(sums.metrics())
         if self._gaussian is not None:
             steps = self.rollout_batch["forward_inputs"]["denoise_inds"][..., 0]
-            self._correction_metrics.update(gaussian_metrics(p, q, steps, mask, self._gaussian, self.device))
+            level = float(self.model._get_noise_level(torch.device("cpu"), torch.float32))  # of this global step
+            settings = replace(self._gaussian, noise_level=level)
+            self._correction_metrics.update(gaussian_metrics(p, q, steps, mask, settings, self.device))
         self._check_first_step()
         if self._rank == 0:
             for message in self._monitor.check(self._correction_metrics):

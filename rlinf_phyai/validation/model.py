@@ -9,14 +9,13 @@ from rlinf_phyai.validation.problems import Problem, did_you_mean, one_of, show,
 from rlinf_phyai.validation.run import CONFIG_NAME
 from rlinf_phyai.validation.settings import Settings
 
-NOISE_METHOD = "flow_sde"
-NOISE_REASONS = {
-    "flow_ode": "without noise every log-prob is 0, so PPO would learn nothing",
-    "flow_noise": "its learned noise head is not part of the engine yet",
-    "flow_cps": "its noise schedule is not part of the engine yet",
-}
+NOISE_METHODS = ("flow_sde", "flow_cps", "flow_noise")
+"""The first one is the model's own default."""
+NO_NOISE = "without noise every log-prob is 0, so PPO would learn nothing"
 NOISE_LEVEL = 0.5
-"""The model's own default."""
+NOISE_PARAMS = [0.7, 0.3, 400]
+NOISE_STD_RANGE = [0.08, 0.16]
+"""The model's own defaults."""
 
 ACTION_HORIZON = {CONFIG_NAME: 10}
 ACTION_CHUNK = 5
@@ -71,22 +70,80 @@ OPENPI_OPTIONS = frozenset(
 
 
 def noise_method(s: Settings) -> Iterator[Problem]:
-    """The engine samples with flow-SDE."""
-    key = f"{s.openpi}.noise_method"
-    value = s.get(key, NOISE_METHOD)
-    if value == NOISE_METHOD:
+    """The engine samples with flow-SDE, flow-CPS and flow-noise."""
+    key, default = f"{s.openpi}.noise_method", NOISE_METHODS[0]
+    value = s.get(key, default)
+    if value in NOISE_METHODS:
         return
-    hint = did_you_mean(str(value), [NOISE_METHOD])
-    reason = NOISE_REASONS.get(str(value), "RLinf knows no such method")
-    yield Problem(key, show(value), NOISE_METHOD, hint or f"set {key}: {NOISE_METHOD}", reason)
+    hint = did_you_mean(str(value), NOISE_METHODS)
+    reason = NO_NOISE if value == "flow_ode" else "RLinf knows no such method"
+    yield Problem(key, show(value), one_of(NOISE_METHODS), hint or f"set {key}: {default}", reason)
+
+
+def _method(s: Settings) -> str:
+    return str(s.get(f"{s.openpi}.noise_method", NOISE_METHODS[0]))
 
 
 def noise_level(s: Settings) -> Iterator[Problem]:
     """Training needs noise: with none, every log-prob is 0."""
     key = f"{s.openpi}.noise_level"
     value = s.number(key, NOISE_LEVEL if not s.has(key) else None)
-    if s.trains and value is not None and value <= 0:
-        yield Problem(key, show(value), "a number above 0", f"set {key}: {NOISE_LEVEL}", NOISE_REASONS["flow_ode"])
+    if s.trains and value is not None and _method(s) != "flow_noise" and not s.flag(f"{s.openpi}.noise_anneal"):
+        yield from _level(s, key, value, show(value), f"set {key}: {NOISE_LEVEL}")
+
+
+def _level(s: Settings, key: str, level: float, found: str, fix: str) -> Iterator[Problem]:
+    if level <= 0:
+        yield Problem(key, found, "a number above 0", fix, NO_NOISE)
+    elif level > 1 and _method(s) == "flow_cps":
+        reason = "flow_cps turns a quarter circle from actions to noise; beyond it the noise would weaken again"
+        yield Problem(key, found, "a number above 0 and at most 1", fix, reason)
+
+
+def noise_annealing(s: Settings) -> Iterator[Problem]:
+    """Annealing takes the noise level from ``noise_params``: at global step 0, at the end, and steps until then."""
+    switch, key = f"{s.openpi}.noise_anneal", f"{s.openpi}.noise_params"
+    if not (s.trains and s.flag(switch)):
+        return
+    if _method(s) == "flow_noise":
+        yield warning(
+            switch, "true", "false", f"set {switch}: false", "flow_noise learns its noise and reads no noise level"
+        )
+        return
+    values = s.numbers(key, NOISE_PARAMS)
+    if values is None or len(values) != 3 or values[2] < 1 or values[2] != int(values[2]):
+        allowed = "[noise level at the start, at the end, global steps until then (at least 1)]"
+        yield Problem(key, show(s.get(key)), allowed, f"set {key}: {NOISE_PARAMS}")
+        return
+    for level in sorted(set(values[:2])):
+        yield from _level(s, key, level, show(s.get(key, NOISE_PARAMS)), f"set {key}: {NOISE_PARAMS}")
+
+
+def noise_range(s: Settings) -> Iterator[Problem]:
+    """flow-noise learns deviations between two bounds, which RLinf's key gives as deviations (not as log-variances)."""
+    key = f"{s.openpi}.noise_logvar_range"
+    values = s.numbers(key, NOISE_STD_RANGE)
+    if _method(s) == "flow_noise" and (values is None or len(values) != 2 or not 0 < values[0] < values[1]):
+        yield Problem(
+            key,
+            show(s.get(key)),
+            "[smallest, largest standard deviation], both above 0",
+            f"set {key}: {NOISE_STD_RANGE}",
+            "the noise head chooses each deviation between them; without room it would learn nothing",
+        )
+
+
+def cps_steps(s: Settings) -> Iterator[Problem]:
+    """flow-CPS adds no noise at its last step."""
+    if not s.trains or _method(s) != "flow_cps" or s.flag(f"{s.openpi}.joint_logprob"):
+        return
+    key = f"{s.openpi}.ignore_last"
+    reason = "the last step of flow_cps has no noise, so a sample that draws it has log-probs 0 and teaches nothing"
+    if s.num_steps == 1:
+        steps = f"{s.openpi}.num_steps"
+        yield Problem(steps, "1", "at least 2 with flow_cps", f"raise {steps}", reason)
+    elif not s.flag(key):
+        yield warning(key, "false", "true with flow_cps", f"set {key}: true", reason)
 
 
 def ignore_last(s: Settings) -> Iterator[Problem]:
@@ -107,13 +164,14 @@ def joint_logprob(s: Settings) -> Iterator[Problem]:
     key = f"{s.openpi}.joint_logprob"
     if not (s.trains and s.flag(key)):
         return
-    yield warning(
-        key,
-        "true",
-        "false (recommended with flow_sde)",
-        f"set {key}: false",
-        "the log-prob becomes the mean over the initial noise and all steps, as RLinf uses it with flow_noise",
-    )
+    if _method(s) != "flow_noise":
+        yield warning(
+            key,
+            "true",
+            f"false (recommended with {_method(s)})",
+            f"set {key}: false",
+            "the log-prob becomes the mean over the initial noise and all steps, as RLinf uses it with flow_noise",
+        )
     if s.flag(f"{s.openpi}.ignore_last"):
         yield warning(
             f"{s.openpi}.ignore_last",
@@ -300,6 +358,9 @@ def one_checkpoint(s: Settings) -> Iterator[Problem]:
 CHECKS = (
     noise_method,
     noise_level,
+    noise_annealing,
+    noise_range,
+    cps_steps,
     ignore_last,
     joint_logprob,
     denoise_steps,

@@ -43,13 +43,7 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         "{model}.openpi.use_dsrl", "DSRL lets a SAC agent choose the initial noise, which the engine draws itself"
     ),
     Unsupported("{model}.openpi.is_nft", "NFT needs intermediate denoising states that the engine does not return"),
-    Unsupported(
-        "{model}.openpi.double_layer", "the engine's sampler takes one noisy denoise step or all of them, not two"
-    ),
-    Unsupported(
-        "{model}.openpi.noise_anneal",
-        "the noise level would change with the global step, while the rollout plans its noise from a fixed noise_level",
-    ),
+    Unsupported("{model}.openpi.double_layer", "RLinf 0.3.0 declares this option and computes nothing with it"),
     Unsupported(
         "{model}.openpi.safe_get_logprob",
         "it replaces the Gaussian log-prob by a squared distance, from which no importance weight follows",

@@ -176,15 +176,28 @@ def training_backend(s: Settings) -> Iterator[Problem]:
 
 
 def entropy_bonus(s: Settings) -> Iterator[Problem]:
-    """An entropy bonus does nothing for flow-SDE."""
+    """An entropy bonus needs noise that is learned."""
     value = s.number("algorithm.entropy_bonus")
-    if s.trains and value:
+    if s.trains and value and s.get(f"{s.openpi}.noise_method") != "flow_noise":
         yield warning(
             "algorithm.entropy_bonus",
             show(value),
             "0",
             "set algorithm.entropy_bonus: 0",
-            "flow_sde has a fixed noise level, so its entropy has no gradient; the bonus changes nothing",
+            "only flow_noise learns its noise; with a fixed noise level the entropy has no gradient, the bonus changes nothing",
+        )
+
+
+def entropy_type(s: Settings) -> Iterator[Problem]:
+    """RLinf's PI0.5 reports one entropy per chunk."""
+    key = "algorithm.entropy_type"
+    if s.trains and s.number("algorithm.entropy_bonus") and s.get(key) != "token_level":
+        yield Problem(
+            key,
+            show(s.get(key)) if s.has(key) else "missing",
+            "token_level",
+            f"set {key}: token_level",
+            "the entropy is a mean over the chunk already; summed again, it would not fit the loss mask",
         )
 
 
@@ -213,4 +226,5 @@ CHECKS = (
     loss_type,
     training_backend,
     entropy_bonus,
+    entropy_type,
 )

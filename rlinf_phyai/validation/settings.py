@@ -104,6 +104,14 @@ class Settings:
         value = self.get(key)
         return [str(item) for item in value] if isinstance(value, ListConfig | list | tuple) else None
 
+    def numbers(self, key: str, default: list[float]) -> list[float] | None:
+        """The elements of a list as finite floats, ``default`` where it is absent; None where it is no such list."""
+        value = self.get(key, default)
+        if not isinstance(value, ListConfig | list | tuple):
+            return None
+        real = [v for v in value if isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v)]
+        return [float(v) for v in real] if len(real) == len(value) else None
+
     # -- what kind of run
 
     @cached_property

@@ -99,7 +99,8 @@ def test_a_constant_offset_moves_no_mean_far():
         ("{num_steps: 4, noise_method: flow_noise}", None),
         ("{num_steps: 4, joint_logprob: true}", None),
         ("{num_steps: 4, safe_get_logprob: true}", None),
-        ("{num_steps: 4, noise_anneal: true}", None),
+        ("{num_steps: 4, noise_method: flow_cps}", None),
+        ("{num_steps: 4, noise_anneal: true}", GaussianSettings(4, 0.5, 7)),
         ("{}", None),
     ],
 )

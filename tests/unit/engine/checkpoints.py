@@ -8,6 +8,7 @@ one against RLinf's ``state_dict()``.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +24,7 @@ LANGUAGE = VLM + "model.language_model."
 EXPERT = "paligemma_with_expert.gemma_expert."
 EMBEDDING = LANGUAGE + "embed_tokens.weight"
 LM_HEAD = VLM + "lm_head.weight"
+NOISE_BOUNDS = {"noise_head.logvar_min": 2 * math.log(0.08), "noise_head.logvar_max": 2 * math.log(0.16)}
 EXPERT_LM_HEAD = EXPERT + "lm_head.weight"
 
 
@@ -50,6 +52,7 @@ class PI05Sizes:
     action_dim: int = 8
     value_hidden: tuple[int, ...] | None = (16, 8)
     value_after_vlm: bool = True
+    noise_head: bool = False
 
     @property
     def image_tokens(self) -> int:
@@ -119,6 +122,12 @@ def parameter_shapes(sizes: PI05Sizes) -> dict[str, tuple[int, ...]]:
         for i, width in enumerate((*s.value_hidden, 1)):
             with_bias(f"value_head.mlp.{2 * i}", width, previous)
             previous = width
+    if s.noise_head:
+        shapes |= {"noise_head.logvar_min": (1,), "noise_head.logvar_max": (1,)}
+        previous = s.expert_width
+        for i, width in enumerate((128, 64, s.action_dim)):
+            with_bias(f"noise_head.mlp_logvar.moduleList.{i}.linear_1", width, previous)
+            previous = width
     return shapes
 
 
@@ -135,6 +144,8 @@ def fill_parameters(parameters: Mapping[str, Tensor], seed: int) -> None:
 
 
 def _random(name: str, shape: tuple[int, ...], gen: torch.Generator) -> Tensor:
+    if name in NOISE_BOUNDS:
+        return torch.full(shape, NOISE_BOUNDS[name])
     values = torch.randn(shape, generator=gen)
     if name.endswith(".bias"):
         return values * 0.1
@@ -149,7 +160,11 @@ def _random(name: str, shape: tuple[int, ...], gen: torch.Generator) -> Tensor:
     fan_in = 1
     for size in shape[1:]:
         fan_in *= size
-    gain = 1.5 if any(part in name for part in ("q_proj", "k_proj", "patch_embedding", "value_head")) else 1.0
+    gain = (
+        1.5
+        if any(part in name for part in ("q_proj", "k_proj", "patch_embedding", "value_head", "noise_head"))
+        else 1.0
+    )
     return values * gain * fan_in**-0.5
 
 

@@ -199,8 +199,8 @@ def test_building_takes_under_two_seconds(get_model: Any, tiny_checkpoint: Path)
 
 
 def test_openpi_options_without_a_size_are_refused(get_model: Any, tiny_checkpoint: Path) -> None:
-    with pytest.raises(NotImplementedError, match="noise_head"):
-        get_model(model_section(tiny_checkpoint, noise_method="flow_noise"))
+    with pytest.raises(NotImplementedError, match="dsrl"):
+        get_model(model_section(tiny_checkpoint, use_dsrl=True))
 
 
 def test_a_missing_weight_is_an_error(get_model: Any, tiny_checkpoint: Path, tmp_path: Path) -> None:

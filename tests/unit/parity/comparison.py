@@ -32,9 +32,11 @@ class Case:
     chunk: int = HORIZON
     env_dim: int = 32
     seed: int = 0
+    noise_method: str = "flow_sde"
 
     def __str__(self) -> str:
         last = "-ignore_last" if self.ignore_last else ""
+        last += "" if self.noise_method == "flow_sde" else f"-{self.noise_method}"
         return f"B{len(self.lengths)}-L{'.'.join(map(str, self.lengths))}-N{self.num_steps}-{self.step}{last}"
 
     @property
@@ -50,8 +52,21 @@ class Case:
     def batch(self, vocab: int, cameras_used: int = 2) -> Batch:
         return make_batch(list(self.lengths), self.num_steps, 1000 + self.seed, vocab, cameras_used)
 
-    def sigmas(self) -> Tensor:
+    def sigmas(self) -> Tensor | None:
+        if self.noise_method == "flow_noise":
+            return None
+        if self.noise_method == "flow_cps":
+            return self.stochastic_steps() * math.sin(math.pi / 2 * self.noise_level)
         return flow_sde_sigmas(self.num_steps, self.noise_level, self.sde_steps, len(self.lengths))
+
+    def stochastic_steps(self) -> Tensor:
+        """bool (B, N)."""
+        return torch.tensor([[i in self.sde_steps for i in range(self.num_steps)]] * len(self.lengths))
+
+    def denoise_inds(self) -> Tensor:
+        """What RLinf stores beside a chain (not for evaluation): int64 (B, N)."""
+        steps = range(self.num_steps) if self.step == JOINT else [int(self.step)] * self.num_steps
+        return torch.tensor([list(steps)] * len(self.lengths))
 
 
 def run_reference(reference: Reference, case: Case, batch: Batch, **options: object) -> ReferenceOutput:
@@ -60,6 +75,7 @@ def run_reference(reference: Reference, case: Case, batch: Batch, **options: obj
         batch,
         case.step if isinstance(case.step, int) else None,
         mode="eval" if case.step == EVAL else "train",
+        noise_method=case.noise_method,
         noise_level=case.noise_level,
         ignore_last=case.ignore_last,
         joint_logprob=case.step == JOINT,
@@ -78,6 +94,7 @@ def engine_request(case: Case, batch: Batch, **changes: object) -> PI05RolloutRe
         "noise": batch.noise,
         "sigmas": case.sigmas(),
         "step_noise": batch.step_noise,
+        "stochastic_steps": case.stochastic_steps() if case.noise_method == "flow_noise" else None,
     }
     return PI05RolloutRequest(**(fields | changes))  # type: ignore[arg-type]
 

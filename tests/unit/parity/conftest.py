@@ -57,6 +57,12 @@ def expert_reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 
 
 @pytest.fixture(scope="session")
+def noise_reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    """RLinf's policy with the noise head of flow-noise."""
+    return Reference(tmp_path_factory.mktemp("noise"), REFERENCE_SIZES.but(noise_head=True), seed=3)
+
+
+@pytest.fixture(scope="session")
 def engines(vlm_reference: Reference, expert_reference: Reference) -> Iterator[Callable[..., Engine]]:
     """``engines(value_mode, **args)``: an engine on the matching reference's checkpoint, built once per argument set."""
     built: dict[Any, Engine] = {}

@@ -176,7 +176,7 @@ class Reference:
         directory: where ``model.safetensors`` and ``config.json`` are written.
         sizes: module sizes; ``value_after_vlm`` and ``value_hidden`` choose the critic.
         seed: seed of every weight.
-        options: further fields of RLinf's ``OpenPi0Config``.
+        options: further fields of RLinf's ``OpenPi0Config``. ``sizes.noise_head`` sets ``noise_method: flow_noise``.
     """
 
     def __init__(self, directory: Path, sizes: PI05Sizes = REFERENCE_SIZES, seed: int = 0, **options: Any) -> None:
@@ -194,6 +194,7 @@ class Reference:
             action_dim=sizes.action_dim,
             add_value_head=sizes.value_hidden is not None,
             value_after_vlm=sizes.value_after_vlm,
+            noise_method="flow_noise" if sizes.noise_head else "flow_sde",
             **options,
         )
         precision = torch.get_float32_matmul_precision()
@@ -262,12 +263,17 @@ class Reference:
     def rescore(
         self, batch: Batch, chains: Tensor, denoise_inds: Tensor, values: bool = True, **options: Any
     ) -> tuple[Tensor, Tensor]:
-        """RLinf's ``get_log_prob_value``: log-probs (B, 1 or N+1, H, D) and values (B, 1 or N) of given chains."""
+        """Log-probs (B, 1 or N+1, H, D) and values (B, 1 or N) of given chains."""
+        return self.rescore_with_entropy(batch, chains, denoise_inds, values, **options)[:2]
+
+    def rescore_with_entropy(
+        self, batch: Batch, chains: Tensor, denoise_inds: Tensor, values: bool = True, **options: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """RLinf's ``get_log_prob_value``: what :meth:`rescore` gives and the entropy, shaped like the log-probs."""
         with self.options(num_steps=batch.step_noise.shape[1], **options), torch.no_grad():
             images, masks, tokens, token_masks, state = self.model._preprocess_observation(
                 self.observation(batch), train=False
             )
-            log_probs, value, _ = self.model.get_log_prob_value(
+            return self.model.get_log_prob_value(
                 images, masks, tokens, token_masks, state, chains, denoise_inds, values
             )
-        return log_probs, value

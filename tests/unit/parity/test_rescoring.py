@@ -20,11 +20,6 @@ Measure = Callable[[dict[str, float]], dict[str, float]]
 Engines = Callable[..., Engine]
 
 
-def denoise_inds(case: Case, size: int) -> Tensor:
-    steps = range(case.num_steps) if case.step == JOINT else [int(case.step)] * case.num_steps
-    return torch.tensor([list(steps)] * size)
-
-
 @pytest.mark.parametrize("case", [Case((20, 1, 200), 3, 0), Case((7, 90), 3, JOINT), Case((13,), 10, 9)], ids=str)
 def test_get_log_prob_value(case: Case, vlm_reference: Reference, engines: Engines, measure: Measure) -> None:
     batch = case.batch(vlm_reference.sizes.vocab)
@@ -32,7 +27,7 @@ def test_get_log_prob_value(case: Case, vlm_reference: Reference, engines: Engin
     log_probs, values = vlm_reference.rescore(
         batch,
         output.chains,
-        denoise_inds(case, batch.size),
+        case.denoise_inds(),
         noise_level=case.noise_level,
         joint_logprob=case.step == JOINT,
     )
@@ -56,7 +51,7 @@ def test_value_of_each_step_after_the_expert(
     _, values = expert_reference.rescore(
         batch,
         output.chains,
-        denoise_inds(case, batch.size),
+        case.denoise_inds(),
         noise_level=case.noise_level,
         joint_logprob=case.step == JOINT,
         chunk_critic_input=chunk_critic,
@@ -74,7 +69,7 @@ def test_rescoring_notices_a_changed_chain(vlm_reference: Reference, engines: En
     output = run_engine(engines("mean_token"), case, batch)
     chains = output.chains.clone()
     chains[:, 2] += 1e-3
-    log_probs, _ = vlm_reference.rescore(batch, chains, denoise_inds(case, 2), noise_level=case.noise_level)
+    log_probs, _ = vlm_reference.rescore(batch, chains, case.denoise_inds(), noise_level=case.noise_level)
     assert float((log_probs[:, 0] - output.log_probs[:, 1]).abs().max()) > 100 * case.tolerance
 
 
@@ -110,7 +105,7 @@ def test_default_forward(vlm_reference: Reference, engines: Engines, measure: Me
     vlm_reference.model.setup_wrappers(transforms=[as_model_input])
     forward_inputs = {
         "chains": output.chains,
-        "denoise_inds": denoise_inds(case, batch.size),
+        "denoise_inds": case.denoise_inds(),
         "tokenized_prompt": batch.input_ids,
         "tokenized_prompt_mask": batch.prompt_mask,
         **raw,

@@ -98,6 +98,14 @@ def test_the_contract_is_the_one_rlinf_itself_keeps(make_config, build) -> None:
         pytest.param(["actor.model.openpi.num_steps=1"], id="one-step"),
         pytest.param(["actor.model.openpi.num_steps=4", "actor.model.openpi.ignore_last=true"], id="ignore-last"),
         pytest.param(["actor.model.openpi.joint_logprob=true"], id="joint"),
+        pytest.param(["actor.model.openpi.noise_method=flow_noise"], id="flow-noise"),
+        pytest.param(
+            ["actor.model.openpi.noise_method=flow_noise", "actor.model.openpi.joint_logprob=true"],
+            id="flow-noise-joint",
+        ),
+        pytest.param(
+            ["actor.model.openpi.noise_method=flow_cps", "actor.model.openpi.ignore_last=true"], id="flow-cps"
+        ),
         pytest.param(["actor.model.openpi.value_vlm_mode=last_token"], id="last-token"),
         pytest.param(["actor.model.openpi.value_vlm_mode=first_token"], id="first-token"),
         pytest.param(["actor.model.openpi.discrete_state_input=true"], id="state-in-prompt"),
@@ -112,6 +120,23 @@ def test_the_actor_finds_the_reported_log_probabilities_and_values(overrides, ma
     torch.testing.assert_close(result["prev_logprobs"], replayed["logprobs"], atol=TOLERANCE, rtol=0)
     torch.testing.assert_close(result["prev_values"][:, 0], replayed["values"], atol=TOLERANCE, rtol=0)
     assert result["prev_values"].std() > 10 * TOLERANCE  # the values differ, so the comparison says something
+
+
+def test_annealed_noise_follows_the_step_that_rlinf_sets(make_config, build) -> None:
+    """The runner tells actor and rollout the global step before each training step."""
+    policy, actor = build(make_config("actor.model.openpi.noise_anneal=true"))
+    observation, differ = make_observation(2), []
+    try:
+        for step in (0, 200):
+            policy.set_global_step(step)
+            _, result = policy.predict_action_batch(observation)
+            for told in (step, 77):
+                actor.set_global_step(told)
+                gap = (_rescore(actor, result)["logprobs"] - result["prev_logprobs"]).abs().max()
+                differ.append(float(gap) > TOLERANCE)
+    finally:
+        actor.set_global_step(0)
+    assert differ == [False, True, False, True]
 
 
 def test_a_critic_after_the_expert_reports_the_mean_over_the_steps(make_config, build) -> None:
@@ -293,8 +318,8 @@ def test_bad_observations_are_named(make_config, build) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("actor.model.openpi.noise_method=flow_noise", "noise_method is 'flow_noise'"),
-        ("actor.model.openpi.noise_anneal=true", "noise_anneal is on"),
+        ("actor.model.openpi.noise_method=flow_ode", "noise_method is 'flow_ode'"),
+        ("actor.model.openpi.double_layer=true", "double_layer is on"),
         ("actor.model.openpi.safe_get_logprob=true", "safe_get_logprob is on"),
         ("actor.model.openpi.config_name=pi0_libero", "PI0 model"),
         ("actor.model.openpi.num_images_in_input=3", "num_images_in_input is 3"),

@@ -48,6 +48,13 @@ def change_one(check: str, key: str, value: Any, *words: str, **more: Any) -> Ca
 
 
 MODEL, OPENPI, ENGINE = "actor.model", "actor.model.openpi", "rollout.phyai"
+CPS = {f"{OPENPI}.noise_method": "flow_cps"}
+LEARNED = {f"{OPENPI}.noise_method": "flow_noise", f"{OPENPI}.joint_logprob": True}
+
+
+def annealed(*params: float) -> dict[str, Any]:
+    return {f"{OPENPI}.noise_anneal": True, f"{OPENPI}.noise_params": list(params)}
+
 
 ERRORS = [
     # -- kind of run
@@ -158,18 +165,41 @@ ERRORS = [
         ("token_level or action_level with algorithm.reward_type: action_level", "do not broadcast"),
     ),
     # -- the model
-    change_one("noise_method", f"{OPENPI}.noise_method", "flow_ode", "allowed: flow_sde", "every log-prob is 0"),
-    change_one("noise_method", f"{OPENPI}.noise_method", "flow_noise", "learned noise head"),
-    change_one("noise_method", f"{OPENPI}.noise_method", "flow_cps", "noise schedule"),
+    change_one(
+        "noise_method", f"{OPENPI}.noise_method", "flow_ode", "flow_sde, flow_cps or flow_noise", "log-prob is 0"
+    ),
     change_one("noise_method", f"{OPENPI}.noise_method", "flowsde", "did you mean flow_sde?", "no such method"),
     Case(
         "noise_method",
         "rollout.model.openpi.noise_method",
-        {**ONLY_EVALUATION, f"{OPENPI}.noise_method": "flow_noise"},
-        ("noise head",),
+        {**ONLY_EVALUATION, f"{OPENPI}.noise_method": "flow_nose"},
+        ("did you mean flow_noise?",),
     ),
     change_one("noise_level", f"{OPENPI}.noise_level", 0, "is 0", "above 0", "every log-prob is 0"),
     change_one("noise_level", f"{OPENPI}.noise_level", -0.5, "is -0.5"),
+    Case("noise_level", f"{OPENPI}.noise_level", {**CPS, f"{OPENPI}.noise_level": 1.2}, ("is 1.2", "at most 1")),
+    Case("noise_annealing", f"{OPENPI}.noise_params", annealed(0.7, 0.3), ("[0.7, 0.3]", "global steps until then")),
+    Case("noise_annealing", f"{OPENPI}.noise_params", annealed(0.7, 0.3, 0), ("at least 1",)),
+    Case("noise_annealing", f"{OPENPI}.noise_params", annealed(0.7, 0.0, 400), ("above 0", "every log-prob is 0")),
+    Case(
+        "noise_annealing",
+        f"{OPENPI}.noise_params",
+        {**CPS, **annealed(1.5, 0.3, 400)},
+        ("above 0 and at most 1", "quarter circle"),
+    ),
+    Case(
+        "noise_range",
+        f"{OPENPI}.noise_logvar_range",
+        {**LEARNED, f"{OPENPI}.noise_logvar_range": [0.1, 0.1]},
+        ("[0.1, 0.1]", "smallest, largest"),
+    ),
+    Case("cps_steps", f"{OPENPI}.num_steps", {**CPS, f"{MODEL}.num_steps": 1}, ("at least 2", "teaches nothing")),
+    Case(
+        "entropy_type",
+        "algorithm.entropy_type",
+        {**LEARNED, "algorithm.entropy_bonus": 0.005, "algorithm.entropy_type": "action_level"},
+        ("'action_level'", "allowed: token_level"),
+    ),
     Case(
         "ignore_last",
         f"{OPENPI}.ignore_last",
@@ -475,6 +505,8 @@ WARNINGS = [
         ("RLinf's own actor",),
     ),
     change_one("entropy_bonus", "algorithm.entropy_bonus", 0.005, "fixed noise level"),
+    Case("noise_annealing", f"{OPENPI}.noise_anneal", {**LEARNED, **annealed(0.7, 0.3, 400)}, ("learns its noise",)),
+    Case("cps_steps", f"{OPENPI}.ignore_last", CPS, ("true with flow_cps", "teaches nothing")),
     change_one("joint_logprob", f"{OPENPI}.joint_logprob", True, "false (recommended with flow_sde)"),
     change_one("misspelt_options", f"{OPENPI}.zzz", 1, "remove actor.model.openpi.zzz"),
     Case(

@@ -31,6 +31,9 @@ from rlinf_phyai.validation.model import (
     CONFIG_NAME,
     ENV_ACTION_DIM,
     NOISE_LEVEL,
+    NOISE_METHODS,
+    NOISE_PARAMS,
+    NOISE_STD_RANGE,
     OPENPI_OPTIONS,
     PROMPT_TOKENS,
     VALID_CAMERAS,
@@ -296,7 +299,16 @@ def test_defaults_of_the_model_are_rlinfs() -> None:
     assert config.noise_level == NOISE_LEVEL
     assert config.max_token_len == PROMPT_TOKENS
     assert config.num_steps == 10
-    assert config.noise_method == "flow_sde"
+    assert config.noise_method == NOISE_METHODS[0]
+    assert config.noise_params == NOISE_PARAMS
+    assert config.noise_logvar_range == NOISE_STD_RANGE
+
+
+def test_noise_methods_are_the_engines() -> None:
+    from rlinf_phyai.models.pi05 import configuration
+
+    assert configuration.NOISE_METHODS == NOISE_METHODS
+    assert list(configuration.PI05Config().noise_std_range) == NOISE_STD_RANGE
 
 
 def test_unmasked_cameras_are_the_data_configs() -> None:

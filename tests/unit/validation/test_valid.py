@@ -13,7 +13,19 @@ from omegaconf import DictConfig, OmegaConf
 from rlinf_phyai.eval import for_evaluation
 from rlinf_phyai.paths import config_dir
 from rlinf_phyai.validation import ANY_BACKEND, ConfigError, find_problems, validate_config
-from tests.unit.validation.cases import ENGINE, EVALUATION, GRPO, MODEL, NO_CORRECTION, OPENPI, P, placed
+from tests.unit.validation.cases import (
+    CPS,
+    ENGINE,
+    EVALUATION,
+    GRPO,
+    LEARNED,
+    MODEL,
+    NO_CORRECTION,
+    OPENPI,
+    P,
+    annealed,
+    placed,
+)
 from tests.unit.validation.conftest import FULL, REMOVED, TINY, MakeConfig
 
 STOCK = {"rollout.rollout_backend": "huggingface"}
@@ -80,6 +92,10 @@ def test_shipped_kernel_policies_are_accepted(config: MakeConfig) -> None:
         ({f"{OPENPI}.value_after_vlm": False, f"{OPENPI}.chunk_critic_input": True}, 2),
         ({f"{OPENPI}.value_vlm_mode": "last_token"}, 2),
         ({f"{OPENPI}.ignore_last": True}, 2),
+        ({**CPS, f"{OPENPI}.ignore_last": True}, 2),
+        ({**LEARNED, "algorithm.entropy_bonus": 0.005, f"{OPENPI}.noise_logvar_range": [0.05, 0.2]}, 2),
+        (annealed(0.7, 0.3, 400), 2),
+        ({f"{OPENPI}.discrete_state_input": True}, 2),
         ({f"{OPENPI}.noise_method": REMOVED, f"{OPENPI}.noise_level": REMOVED}, 2),  # the model's own defaults
         ({f"{OPENPI}.train_expert_only": False}, 2),
         ({f"{ENGINE}.max_batch_size": 16}, 2),
