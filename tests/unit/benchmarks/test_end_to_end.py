@@ -88,7 +88,7 @@ def test_overrides_make_a_valid_config(monkeypatch: pytest.MonkeyPatch, tiny_che
 def test_projection_to_the_recipe() -> None:
     recipe = end_to_end.recipe_sizes(end_to_end.CONFIG)
     assert recipe == {"environments": 64, "episodes": 512, "samples": 24576}
-    mean = {part: 1.0 for part in end_to_end.PARTS}
+    mean = dict.fromkeys(end_to_end.PARTS, 1.0)
     sizes = {"samples_per_step": 192, "environments": 16, "rollout_epochs": 1}
     found = end_to_end.projection(mean, sizes, recipe)
     assert (found["environment reset"], found["predict"], found["sync"]) == (32.0, 128.0, 1.0)

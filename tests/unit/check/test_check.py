@@ -25,12 +25,20 @@ ENVS, STEPS = 2, 2
 
 
 @pytest.fixture(scope="module")
-def cfg(tiny_checkpoint: Path, repository: Path) -> Any:
+def cfg(base_overrides: list[str], repository: Path) -> Any:
     from rlinf_phyai import plugin
 
     plugin.register()
-    folder = str(repository / "examples" / "embodiment" / "config")
-    return check_config(load_config(TINY, [f"actor.model.model_path={tiny_checkpoint}"], folder), ENVS * STEPS)
+    return check_config(load_config(TINY, base_overrides, config_folder(repository)), ENVS * STEPS)
+
+
+def config_folder(repository: Path) -> str:
+    return str(repository / "examples" / "embodiment" / "config")
+
+
+@pytest.fixture(scope="module")
+def base_overrides(tiny_checkpoint: Path) -> list[str]:
+    return [f"actor.model.model_path={tiny_checkpoint}"]
 
 
 @pytest.fixture
@@ -39,7 +47,7 @@ def run(cfg: Any):
     from rlinf_phyai.actor.in_process import in_process_actor, start_process_group
     from rlinf_phyai.rollout.build import build_policy
 
-    def check(plant=None, observe=None) -> Result:
+    def check(plant=None, observe=None, cfg=cfg) -> Result:
         start_process_group()
         torch.manual_seed(0)
         actor = in_process_actor(cfg)
@@ -71,6 +79,38 @@ def test_two_correct_sides_pass(run, tmp_path, capsys):
     assert content["metrics"]["actor/first_update/ratio_max_dev"] == 0.0
     report.draw(result, tmp_path / "a" / "check.png")
     assert (tmp_path / "a" / "check.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["+noise=flow_noise"],
+        ["actor.model.openpi.noise_method=flow_cps", "+actor.model.openpi.ignore_last=True"],
+        ["actor.model.openpi.value_after_vlm=False", "+actor.model.openpi.chunk_critic_input=True"],
+    ],
+    ids=["flow_noise", "flow_cps", "critic_after_the_expert"],
+)
+def test_other_samplers_and_critics_pass(overrides, run, base_overrides, repository):
+    """Engine, rescoring and the FSDP actor's update agree, the noise head is sent like every weight, and a bonus on its entropy
+    reaches the loss."""
+    result = run(
+        cfg=check_config(load_config(TINY, base_overrides + overrides, config_folder(repository)), ENVS * STEPS)
+    )
+    assert failures(result) == {}
+    assert (result.metrics["actor/entropy_loss"] != 0) == ("+noise=flow_noise" in overrides)
+
+
+def test_a_noise_head_that_was_not_sent(run, base_overrides, repository):
+    def stale(actor: Any, policy: Any) -> None:
+        with torch.no_grad():
+            for name, parameter in actor.model.named_parameters():
+                if name.startswith("noise_head."):
+                    parameter.mul_(1.05)
+
+    cfg = load_config(TINY, [*base_overrides, "+noise=flow_noise"], config_folder(repository))
+    found = failures(run(stale, cfg=check_config(cfg, ENVS * STEPS)))
+    assert "noise_head.mlp_logvar" in found["parameters that differ"]
+    assert "actor/rollout_train_logprob_gap" in found
 
 
 def test_another_gelu(run, monkeypatch, capsys):

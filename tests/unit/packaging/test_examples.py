@@ -27,7 +27,7 @@ def composed(name: str, *overrides: str) -> DictConfig:
 
 def test_every_suite_with_every_algorithm() -> None:
     base = "libero_spatial_ppo_openpi_pi05_phyai"
-    assert set(NAMES) == {*RECIPES, f"{base}_tiny", f"{base}_quickstart"}
+    assert set(NAMES) == {*RECIPES, f"{base}_tiny", f"{base}_quickstart", f"{base}_flow_noise"}
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.endswith("_tiny")])
