@@ -10,66 +10,130 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
+from torch import Tensor
 
-from rlinf_phyai.engine import DeviceConfig, Engine, EngineArgs, EngineConfig, RuntimeConfig
-from rlinf_phyai.models.pi05 import PI05Args
-from rlinf_phyai.models.pi05.tiny import make_tiny_checkpoint
+from rlinf_phyai.engine import Engine
 from rlinf_phyai.rollout.weight_sync import EngineWeights
+from tests.unit.engine.checkpoints import EMBEDDING, EXPERT, EXPERT_LM_HEAD, LM_HEAD, random_state, write_checkpoint
+from tests.unit.engine.conftest import SIZES, Target, build_engine, rollout_request, rollout_tensors
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
-TRAINED = ("action_out_proj.", "paligemma_with_expert.gemma_expert.model.layers.0.")
+DEVICE = "cuda"
+TRAINED = (EXPERT, "action_", "time_mlp_", "value_head.")  # what RLinf trains with train_expert_only
+SYNCS = 5
 
 
 @pytest.fixture
-def engine(tmp_path: Path) -> Iterator[Engine]:
-    directory = make_tiny_checkpoint(tmp_path)
-    config = EngineConfig(DeviceConfig("cuda", torch.bfloat16), RuntimeConfig(progress=False))
-    with Engine(EngineArgs("pi05", PI05Args(directory, 2, capture_rollout=True), config)) as engine:
-        yield engine
+def checkpoint(tmp_path: Path) -> Path:
+    return write_checkpoint(tmp_path, random_state(SIZES, seed=3), SIZES)
 
 
-@pytest.mark.parametrize("snapshot_device", ["cpu", "cuda"])
-def test_patches_land_in_the_live_weights(engine: Engine, snapshot_device: str) -> None:
-    patch_syncer = pytest.importorskip("rlinf.hybrid_engines.weight_syncer.patch_syncer")
-    options = {"snapshot_device": snapshot_device, "transport_device": "cuda", "init_sync_enabled": True}
-    sender, receiver = (patch_syncer.PatchWeightSyncer(**options) for _ in range(2))
-    weights = EngineWeights(engine)
-    views = weights.state_dict()
-    pointers = {name: view.data_ptr() for name, view in views.items()}
-    actor = {
-        name: torch.randn(view.shape, device="cuda", dtype=torch.float32).to(view.dtype) for name, view in views.items()
-    }
-    tied = "paligemma_with_expert.paligemma.lm_head.weight"
-    actor[tied] = actor["paligemma_with_expert.paligemma.model.language_model.embed_tokens.weight"]
-    trained = [name for name in actor if name.startswith(TRAINED)]
+@pytest.fixture
+def engines(checkpoint: Path) -> Iterator[tuple[Engine, Engine]]:
+    """The engine under test, and one that gets every weight anew each time."""
+    both = tuple(build_engine(checkpoint, Target(DEVICE, torch.bfloat16, graphs=True)) for _ in range(2))
+    yield both  # type: ignore[misc]
+    for engine in both:
+        engine.close()
 
-    async def exchange(version: int, to_receiver: Any, to_sender: Any) -> None:
+
+class Exchange:
+    """A sender and a receiver of one process, joined as RLinf's workers join theirs."""
+
+    def __init__(self, repository: Path, weights: EngineWeights, **changes: Any) -> None:
+        from rlinf.hybrid_engines.weight_syncer import WeightSyncer
+
+        options = OmegaConf.load(repository / "examples/embodiment/config/weight_syncer/patch.yaml")
+        options.patch.update(changes)
+        self.sender, self.receiver = (WeightSyncer.create(options) for _ in range(2))  # type: ignore[arg-type]
+        self.weights = weights
+        self.sent: list[Any] = []
+
+    async def sync(self, actor: dict[str, Tensor], version: int, queues: list[asyncio.Queue[Any]]) -> None:
+        to_receiver, to_sender = queues
+
+        async def put(payload: Any) -> None:
+            self.sent.append(payload)
+            await to_receiver.put(payload)
+
         async def send() -> None:
-            if not sender.sender_initialized():
-                await sender.init_sender(actor, trained, to_receiver.put, to_sender.get)
-            await sender.sync(actor, to_receiver.put, version)
+            if not self.sender.sender_initialized():
+                names = [name for name in actor if name.startswith(TRAINED)]
+                await self.sender.init_sender(actor, names, put, to_sender.get)
+            await self.sender.sync(actor, put, version)
 
-        task = asyncio.create_task(send())
-        with weights.session() as session:
-            if not receiver.receiver_initialized():
-                await receiver.init_receiver(weights.state_dict(), to_receiver.get, to_sender.put)
-            session.version = await receiver.apply(weights, to_receiver.get)
-        await task
+        async def receive() -> None:
+            with self.weights.session() as session:
+                if not self.receiver.receiver_initialized():
+                    await self.receiver.init_receiver(self.weights.state_dict(), to_receiver.get, to_sender.put)
+                session.version = await self.receiver.apply(self.weights, to_receiver.get)
+
+        await asyncio.wait_for(asyncio.gather(send(), receive()), timeout=120)
+
+
+def new_actor(views: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Weights with the engine's names, shapes and types, all of them other than the engine's."""
+    gen = torch.Generator(device=DEVICE).manual_seed(7)
+    actor = {
+        name: (0.05 * torch.randn(view.shape, generator=gen, device=DEVICE)).to(view.dtype)
+        for name, view in views.items()
+    }
+    actor[LM_HEAD] = actor[EMBEDDING]  # tied, as in RLinf's model
+    return actor
+
+
+def train(actor: dict[str, Tensor], step: int) -> None:
+    """Change a twentieth of the entries, at other places each time; one step changes nothing."""
+    gen = torch.Generator(device=DEVICE).manual_seed(100 + step)
+    for name, tensor in actor.items():
+        if name.startswith(TRAINED) and step != 3:
+            chosen = torch.rand(tensor.shape, generator=gen, device=DEVICE) < 0.05
+            tensor[chosen] += 0.5
+
+
+@pytest.mark.parametrize("compression", ["none", "nvcomp_lz4"])
+@pytest.mark.parametrize("delta_encoding", [True, False])
+@pytest.mark.parametrize("snapshot_device", ["cpu", "cuda"])
+def test_patches_land_in_the_live_weights(
+    snapshot_device: str, delta_encoding: bool, compression: str, engines: tuple[Engine, Engine], repository: Path
+) -> None:
+    """After each of several syncs the engine holds the actor's weights and computes what a full update gives."""
+    if compression != "none":
+        pytest.importorskip("nvidia.nvcomp")
+    engine, reference = engines
+    weights = EngineWeights(engine)
+    request = rollout_request(batch=3)
+    rollout_tensors(engine, request)
+    pointers = {name: view.data_ptr() for name, view in weights.state_dict().items()}
+    graphs = {key: id(graph) for key, graph in engine.captured_graphs().items()}
+    assert graphs
+    actor = new_actor(weights.state_dict())
+    exchange = Exchange(
+        repository,
+        weights,
+        snapshot_device=snapshot_device,
+        delta_encoding=delta_encoding,
+        compression_algorithm=compression,
+    )
 
     async def run() -> None:
-        to_receiver: asyncio.Queue[Any] = asyncio.Queue()
-        to_sender: asyncio.Queue[Any] = asyncio.Queue()
-        for version in range(3):
-            await exchange(version, to_receiver, to_sender)
+        queues: list[asyncio.Queue[Any]] = [asyncio.Queue(), asyncio.Queue()]
+        for version in range(SYNCS):
+            if version:
+                train(actor, version)
+            await exchange.sync(actor, version, queues)
             assert engine.version == version
             for name, view in weights.state_dict().items():
-                assert view.is_meta or torch.equal(view, actor[name]), name
-            for name in trained if version == 0 else ():  # the third round is an empty patch
-                actor[name].view(-1)[::5] += 1.0
+                assert view.is_meta or torch.equal(view, actor[name]), f"{name} after sync {version}"
+            with reference.weight_update() as update:
+                update({name: tensor for name, tensor in actor.items() if name != EXPERT_LM_HEAD})
+            found, wanted = rollout_tensors(engine, request), rollout_tensors(reference, request)
+            assert all(torch.equal(found[name], wanted[name]) for name in wanted), f"results after sync {version}"
 
     asyncio.run(run())
+    kinds = [type(payload).__name__ for payload in exchange.sent if not isinstance(payload, dict)]
+    patch = "WeightPatch" if compression == "none" else "CompressedWeightPatch"
+    # The full first sync leaves the first patch nothing to say, and one step changed nothing.
+    assert kinds == ["EmptyWeightPatch", patch, patch, "EmptyWeightPatch", patch]
     assert {name: view.data_ptr() for name, view in weights.state_dict().items()} == pointers
+    assert {key: id(graph) for key, graph in engine.captured_graphs().items()} == graphs
