@@ -14,6 +14,7 @@ CORRECTION = (
     "algorithm.importance_sampling_fix=true",
     "algorithm.importance_sampling_clip=10.0",
 )
+EMBEDDING = "paligemma_with_expert.paligemma.model.language_model.embed_tokens.weight"
 NO_LEARNING = ("actor.optim.lr=0.0", "actor.optim.value_lr=0.0")
 
 
@@ -246,3 +247,15 @@ def test_keeping_the_prefix_changes_no_bit(make_actor, make_config, give_batch, 
     for metrics, after in results[1:]:
         np.testing.assert_equal(metrics, results[0][0])
         assert all(torch.equal(after[name], results[0][1][name]) for name in after)
+
+
+def test_ckpt_path_replaces_every_weight_of_the_actor(make_actor, make_config, tmp_path):
+    """Frozen parameters and the critic included, before anything is trained."""
+    state = {name: value + 0.25 for name, value in parameters(make_actor(make_config())).items()}
+    tied = {"paligemma_with_expert.paligemma.lm_head.weight": state[EMBEDDING]}
+    torch.save(state | tied, tmp_path / "run.pt")
+    actor = make_actor(make_config(f"runner.ckpt_path={tmp_path / 'run.pt'}"))
+    found = parameters(actor)
+    assert found.keys() == state.keys()
+    assert [name for name in found if not torch.equal(found[name], state[name])] == []
+    assert any(not p.requires_grad for p in actor.model.parameters())
