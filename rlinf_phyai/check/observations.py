@@ -36,6 +36,33 @@ class RandomObservations:
 
 
 @contextmanager
+def libero_env(env_cfg: DictConfig, envs: int, **changes: Any) -> Iterator[Any]:
+    """RLinf's ``LiberoEnv`` without videos, closed at the end.
+
+    Args:
+        env_cfg: ``env.train`` or ``env.eval``.
+        envs: environments, each a process.
+        changes: keys of a copy of ``env_cfg`` to set.
+    """
+    from rlinf.envs.libero.libero_env import LiberoEnv
+
+    env_cfg = copy.deepcopy(env_cfg)
+    with open_dict(env_cfg):
+        env_cfg.update(total_num_envs=envs, group_size=1, **changes)
+        env_cfg.video_cfg = {**dict(env_cfg.get("video_cfg") or {}), "save_video": False}
+    env = LiberoEnv(env_cfg, envs, seed_offset=0, total_num_processes=1, worker_info=None)
+    try:
+        yield env
+    finally:
+        env.env.close()
+
+
+def complete(observation: dict[str, Any]) -> dict[str, Any]:
+    """RLinf's environment worker fills in what a simulator lacks; so does this."""
+    return {"extra_view_images": None, **observation}
+
+
+@contextmanager
 def libero(cfg: DictConfig, envs: int) -> Iterator[Any]:
     """RLinf's LIBERO environments, driven by the policy's own actions.
 
@@ -43,19 +70,9 @@ def libero(cfg: DictConfig, envs: int) -> Iterator[Any]:
         cfg: the run's config; ``env.train`` names suite and options.
         envs: environments, each a process.
     """
-    from rlinf.envs.libero.libero_env import LiberoEnv
+    with libero_env(cfg.env.train, envs) as env:
 
-    env_cfg = copy.deepcopy(cfg.env.train)
-    with open_dict(env_cfg):
-        env_cfg.total_num_envs, env_cfg.group_size = envs, 1
-        env_cfg.video_cfg = {**dict(env_cfg.get("video_cfg") or {}), "save_video": False}
-    env = LiberoEnv(env_cfg, envs, seed_offset=0, total_num_processes=1, worker_info=None)
+        def observe(actions: torch.Tensor | None) -> dict[str, Any]:
+            return complete(env.reset()[0] if actions is None else env.chunk_step(actions.numpy())[0][-1])
 
-    def observe(actions: torch.Tensor | None) -> dict[str, Any]:
-        seen = env.reset()[0] if actions is None else env.chunk_step(actions.numpy())[0][-1]
-        return {"extra_view_images": None, **seen}  # RLinf's environment worker fills in what a simulator lacks
-
-    try:
         yield observe
-    finally:
-        env.env.close()

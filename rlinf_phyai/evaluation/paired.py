@@ -10,8 +10,6 @@ differ where actions hardly do.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from rlinf_phyai.check.observations import complete, libero_env
 from rlinf_phyai.evaluation.outcomes import Episode, Paired, pair
 
 
@@ -127,39 +126,16 @@ class LiberoEpisodes:
 
     def reset(self) -> dict[str, Any]:
         self._env.is_start = False  # the states are named here, not drawn
-        return _complete(self._env.reset(reset_state_ids=self._states)[0])
+        return complete(self._env.reset(reset_state_ids=self._states)[0])
 
     def step(self, actions: Tensor) -> dict[str, Any]:
         observations, *_, infos = self._env.chunk_step(actions.numpy())
         self._infos = infos[-1]["episode"]
-        return _complete(observations[-1])
+        return complete(observations[-1])
 
     def outcomes(self) -> list[Episode]:
         columns = (self._env.task_ids, self._env.trial_ids, self._infos["success_once"], self._infos["episode_len"])
         return [Episode(int(a), int(b), bool(c), int(d)) for a, b, c, d in zip(*columns, strict=True)]
-
-
-def _complete(observation: dict[str, Any]) -> dict[str, Any]:
-    return {"extra_view_images": None, **observation}  # RLinf's environment worker fills in what a simulator lacks
-
-
-@contextmanager
-def libero_episodes(cfg: Any, envs: int) -> Iterator[LiberoEpisodes]:
-    """``env.eval`` with ``envs`` environments, which do not reset by themselves and play on after a success."""
-    import copy
-
-    from omegaconf import open_dict
-    from rlinf.envs.libero.libero_env import LiberoEnv
-
-    env_cfg = copy.deepcopy(cfg.env.eval)
-    with open_dict(env_cfg):
-        env_cfg.update(total_num_envs=envs, group_size=1, is_eval=True, auto_reset=False, ignore_terminations=True)
-        env_cfg.video_cfg = {**dict(env_cfg.get("video_cfg") or {}), "save_video": False}
-    env = LiberoEnv(env_cfg, envs, seed_offset=0, total_num_processes=1, worker_info=None)
-    try:
-        yield LiberoEpisodes(env)
-    finally:
-        env.env.close()
 
 
 def run_pair(cfg: Any, envs: int) -> PairedResult:
@@ -182,7 +158,8 @@ def run_pair(cfg: Any, envs: int) -> PairedResult:
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     model_config = cfg.rollout.model
     # The simulator first: its processes should not inherit two models.
-    with libero_episodes(cfg, envs) as episodes:
+    rules = {"is_eval": True, "auto_reset": False, "ignore_terminations": True}  # play on after a success
+    with libero_env(cfg.env.eval, envs, **rules) as env:
         model = get_model(rollout_model_config(cfg, model_config))
         if cfg.runner.get("ckpt_path"):
             model.load_state_dict(torch.load(cfg.runner.ckpt_path, map_location="cpu", weights_only=True))
@@ -190,7 +167,7 @@ def run_pair(cfg: Any, envs: int) -> PairedResult:
         policy = build_policy(cfg, model_config, device, rank=0, worker_batch_size=envs)
         try:
             steps = cfg.env.eval.max_episode_steps // model_config.num_action_chunks
-            return play_both(policy, stock, episodes, steps)
+            return play_both(policy, stock, LiberoEpisodes(env), steps)
         finally:
             policy.engine.close()
 
