@@ -16,7 +16,7 @@ from rlinf_phyai.launch import absolute_config_path, run_as_program, say, worker
 
 
 def evaluate(cfg: DictConfig) -> dict[str, float]:
-    """Run one evaluation and return its metrics (``eval/success_once`` and RLinf's others).
+    """Run one evaluation and return its metrics (``eval/success_once``, the same of every task, and RLinf's others).
 
     Raises:
         PhyaiError: the config is refused, a worker does not run what it should, or a worker failed.
@@ -25,16 +25,16 @@ def evaluate(cfg: DictConfig) -> dict[str, float]:
     for_evaluation(cfg)
     env_worker = "rlinf_phyai.evaluation.worker:EvaluationEnvWorker"
     with worker_groups(cfg, ("rollout", "env"), env_worker=env_worker) as (cfg, groups):
+        from rlinf_phyai.evaluation.outcomes import rates
         from rlinf_phyai.evaluation.report import FILE_NAME, Evaluation, print_evaluation
         from rlinf_phyai.evaluation.runner import EvaluationRunner
 
         runner = EvaluationRunner(cfg=cfg, **groups)
         runner.init_workers()
         metrics = {f"eval/{name}": float(value) for name, value in runner.evaluate().items()}
+        metrics |= {f"eval/task_{task}/success_once": rate.value for task, rate in rates(runner.episodes).items()}
         runner.metric_logger.log(step=0, data=metrics)
         runner.metric_logger.finish()
-        for name, value in sorted(metrics.items()):
-            say(f"{name} {value:.4g}")
         logs = Path(cfg.runner.logger.log_path)
         policy = {
             "backend": cfg.rollout.get("rollout_backend"),
@@ -45,8 +45,6 @@ def evaluate(cfg: DictConfig) -> dict[str, float]:
         evaluation = Evaluation(cfg.env.eval.task_suite_name, sentences, policy, runner.episodes)
         evaluation.write(logs / FILE_NAME)
         print_evaluation(evaluation)
-        if not runner.episodes:
-            say("warning: no episode ended; raise env.eval.max_steps_per_rollout_epoch to env.eval.max_episode_steps")
         if cfg.env.eval.video_cfg.save_video:
             say(f"videos in {cfg.env.eval.video_cfg.video_base_dir}")
         say(f"wrote {logs / FILE_NAME}")

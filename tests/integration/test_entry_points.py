@@ -155,6 +155,7 @@ def test_evaluation(start: StartProgram) -> None:
     assert f"{CONFIRMED}: rollout PhyaiRolloutWorker, env EvaluationEnvWorker" in run.output
     scalars = run.scalars()
     assert scalars["eval/success_once"] == [0.0]
+    assert scalars["eval/task_1/success_once"] == [0.0]
     assert not any("task_id" in tag or "trial_id" in tag for tag in scalars)
     found = Evaluation.read(run.log_dir)
     # RLinf hands out initial states in order: trial 0 of every task, then trial 1
