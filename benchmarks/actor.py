@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rescoring and training time of the actor, RLinf's dense prefix against the prefix on real tokens, full size on one
-GPU.
+"""Rescoring and training time of the actor, by stage, full size on one GPU.
 
-    python -m benchmarks.actor --samples 256 --micro-batch 32
+    python -m benchmarks.actor --samples 512 --micro-batch 128
 
-Random weights and images; RLinf's own FSDP wrapping, optimizer and losses. Each figure includes everything the worker
-does for a micro-batch: indexing, input transforms, transfers, forward, and for training the loss, backward pass and
-optimizer.
+Compared are RLinf's dense prefix, the prefix on real tokens by the actor's own modules and by the engine's kernels (``fused``),
+with kept prefixes (``+cache``), and without a critic (``+nocritic``, as in GRPO). Random weights and images; RLinf's own FSDP
+wrapping, optimizer and losses. Each figure includes everything the worker does for a micro-batch: indexing, input transforms,
+transfers, forward, and for training the loss, backward pass and optimizer. What lies outside all stages is ``host and transfers``.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from rich.table import Table
 
 from benchmarks.common import RESULTS, random_actor, write_json
 from benchmarks.inputs import PROMPT_LENGTHS
+from benchmarks.stages import actor_stages
 
-CHOICES = ("dense", "real_tokens", "real_tokens+cache")
+CHOICES = ("dense", "real_tokens", "fused", "fused+cache", "fused+nocritic")
 CHUNKS = 8  # chunk steps T of the synthetic step
 
 
@@ -50,7 +51,7 @@ algorithm:
   importance_sampling_fix: true
   importance_sampling_clip: 1.0
 env: {train: {rollout_epoch: 1, max_episode_steps: 240, auto_reset: false, ignore_terminations: false}}
-rollout: {phyai: {value_source: rollout}}
+rollout: {phyai: {value_source: rollout, kernel_policy: null}}
 actor:
   seed: 42
   enable_offload: false
@@ -84,11 +85,14 @@ actor:
 """
 
 
-def config(micro_batch: int, samples: int, prefix: str, cache_gib: float = 0.0) -> DictConfig:
+def config(choice: str, micro_batch: int, samples: int, cache_gib: float, kernel_policy: str | None) -> DictConfig:
     """The options above for one step of ``samples`` observations and one optimizer step."""
     cfg = OmegaConf.create(CONFIG)
-    cfg.rollout.phyai.actor_prefix = prefix
-    cfg.rollout.phyai.actor_prefix_cache_gib = cache_gib
+    prefix, _, variant = choice.partition("+")
+    cfg.rollout.phyai.actor_prefix, cfg.rollout.phyai.kernel_policy = prefix, kernel_policy
+    cfg.rollout.phyai.actor_prefix_cache_gib = cache_gib if variant == "cache" else 0.0
+    if variant == "nocritic":
+        cfg.algorithm.merge_with({"adv_type": "grpo", "loss_type": "actor", "group_size": 2})
     cfg.actor.micro_batch_size, cfg.actor.global_batch_size = micro_batch, samples
     if not torch.cuda.is_available():
         cfg.actor.fsdp_config.strategy = "fsdp2"
@@ -169,21 +173,24 @@ def measure(model: Any, batch: dict[str, Any], args: argparse.Namespace, choice:
     """Times of the last of ``args.rounds`` steps; metrics of the first, which has learnt nothing yet."""
     from rlinf_phyai.actor.in_process import in_process_actor
 
-    prefix, _, cached = choice.partition("+")
-    cfg = config(args.micro_batch, args.samples, prefix, args.cache_gib if cached else 0.0)
+    cfg = config(choice, args.micro_batch, args.samples, args.cache_gib, args.kernel_policy)
     actor = in_process_actor(cfg, model_provider=lambda worker: model)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     found: dict[str, Any] = {}
-    for _ in range(args.rounds):
-        actor.rollout_batch = actor._process_received_rollout_batch(copy_batch(batch))
-        rescoring, _ = seconds(actor.compute_advantages_and_returns)
-        p = actor.rollout_batch["prev_logprobs"]
-        training, metrics = seconds(actor.run_training)
-        found.setdefault("logprobs", p)
-        found.setdefault("metrics", {k: v for k, v in metrics.items() if k.startswith("actor/")})
-        found["rescoring_ms_per_observation"] = rescoring / args.samples * 1e3
-        found["training_ms_per_observation"] = training / args.samples * 1e3
+    with actor_stages(actor, model) as stages:
+        for _ in range(args.rounds):
+            actor.rollout_batch = actor._process_received_rollout_batch(copy_batch(batch))
+            stages.take()
+            for part, work in (("rescoring", actor.compute_advantages_and_returns), ("training", actor.run_training)):
+                taken, result = seconds(work)
+                if part == "rescoring":
+                    found.setdefault("logprobs", actor.rollout_batch["prev_logprobs"])
+                by_stage = stages.take()
+                by_stage["host and transfers"] = taken * 1e3 - sum(by_stage.values())
+                found[f"{part}_ms_per_observation"] = taken / args.samples * 1e3
+                found[f"{part}_stages"] = {name: ms / args.samples for name, ms in by_stage.items()}
+            found.setdefault("metrics", {k: v for k, v in result.items() if k.startswith("actor/")})
     if torch.cuda.is_available():
         found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
     return found
@@ -191,10 +198,11 @@ def measure(model: Any, batch: dict[str, Any], args: argparse.Namespace, choice:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, default=256, help="observations per step (a multiple of 8)")
-    parser.add_argument("--micro-batch", type=int, default=32)
+    parser.add_argument("--samples", type=int, default=512, help="observations per step (a multiple of 16)")
+    parser.add_argument("--micro-batch", type=int, default=128)
     parser.add_argument("--choices", nargs="+", choices=CHOICES, default=list(CHOICES))
-    parser.add_argument("--cache-gib", type=float, default=64.0, help="memory for kept prefixes (third row)")
+    parser.add_argument("--cache-gib", type=float, default=64.0, help="memory for kept prefixes (+cache)")
+    parser.add_argument("--kernel-policy", default="rlinf_bf16", help="of the fused prefix")
     parser.add_argument("--rounds", type=int, default=2, help="steps; the last one is reported")
     parser.add_argument("--output", type=Path, default=RESULTS / "actor.json")
     args = parser.parse_args()
@@ -223,21 +231,35 @@ def main() -> None:
             gap = (scores["dense"] - scores[choice]).abs()
             results[choice]["logprob_gap_to_dense"] = {"mean": float(gap.mean()), "max": float(gap.max())}
 
+    print_tables(results, args)
+    arguments = {name: value for name, value in vars(args).items() if name != "output"}
+    write_json(args.output, {"benchmark": "actor", "arguments": arguments, **results})
+
+
+def print_tables(results: dict[str, Any], args: argparse.Namespace) -> None:
+    """The choices' totals, and milliseconds per observation by stage."""
+    console = Console()
     table = Table(title=f"Actor, {args.samples} observations, micro-batch {args.micro_batch}")
-    for column in ("prefix", "rescoring ms/obs", "training ms/obs", "ratio max dev", "peak GiB"):
+    for column in ("prefix", "rescoring ms/obs", "training ms/obs", "ratio max dev", "gap to dense", "peak GiB"):
         table.add_column(column)
-    for prefix in args.choices:
-        row = results[prefix]
+    for choice, row in results.items():
         table.add_row(
-            prefix,
+            choice,
             f"{row['rescoring_ms_per_observation']:.2f}",
             f"{row['training_ms_per_observation']:.2f}",
             f"{row['metrics']['actor/first_update/ratio_max_dev']:g}",
+            f"{row['logprob_gap_to_dense']['mean']:.5f}" if "logprob_gap_to_dense" in row else "",
             f"{row.get('peak_gib', 0):.1f}",
         )
-    Console().print(table)
-    arguments = {name: value for name, value in vars(args).items() if name != "output"}
-    write_json(args.output, {"benchmark": "actor", "arguments": arguments, **results})
+    console.print(table)
+    for part in ("rescoring", "training"):
+        table = Table(title=f"{part}, ms per observation")
+        for column in ("stage", *results):
+            table.add_column(column)
+        for stage in dict.fromkeys(stage for row in results.values() for stage in row[f"{part}_stages"]):
+            times = (row[f"{part}_stages"].get(stage) for row in results.values())
+            table.add_row(stage, *("" if ms is None else f"{ms:.3f}" for ms in times))
+        console.print(table)
 
 
 if __name__ == "__main__":

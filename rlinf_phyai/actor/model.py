@@ -3,42 +3,47 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from rlinf.utils.logging import get_logger
 
+from rlinf_phyai.actor.fused import fused_vision, run_fused_prefix
 from rlinf_phyai.actor.observations import CAMERAS, SUPPORTED_CONFIGS, ReplayTransform
 from rlinf_phyai.actor.prefix import VALUE_MODES, PaddedLayout, PrefixKeys, PromptLayout, register_attention, run_prefix
+from rlinf_phyai.kernels import Kernels
 
 LAYOUT_KEY = "prompt_layout"
 POOLED_KEY = "prefix_pooled"
 KEYS_KEY = "prefix_keys"
 
-PREFIX_CHOICES = ("auto", "real_tokens", "dense")
+PREFIX_CHOICES = ("auto", "fused", "real_tokens", "dense")
 
 
 def choose_prefix(choice: str, model: Any, recompute: bool) -> str:
-    """Decide between ``real_tokens`` and ``dense``.
+    """Decide between ``fused``, ``real_tokens`` and ``dense``.
 
     Args:
-        choice: ``rollout.phyai.actor_prefix``. ``auto`` takes the real tokens where that is exact and wanted: the actor
+        choice: ``rollout.phyai.actor_prefix``. ``auto`` takes ``fused`` where real tokens are exact and wanted: the actor
             rescores, and the prefix is a frozen PI0.5 on LIBERO.
         model: the actor's model before FSDP.
         recompute: ``algorithm.recompute_logprobs``.
 
     Raises:
-        ValueError: an unknown choice, or ``real_tokens`` for a model that it does not fit (says why).
+        ValueError: an unknown choice, or real tokens for a model that they do not fit (says why).
     """
     if choice not in PREFIX_CHOICES:
         raise ValueError(f"rollout.phyai.actor_prefix is {choice!r}; allowed: {', '.join(PREFIX_CHOICES)}.")
     if choice == "dense" or (choice == "auto" and not recompute):
         return "dense"
     obstacle = _obstacle(model)
-    if obstacle and choice == "real_tokens":
-        raise ValueError(f"rollout.phyai.actor_prefix is 'real_tokens' but {obstacle}. Use 'dense' (or 'auto').")
-    return "dense" if obstacle else "real_tokens"
+    if obstacle and choice != "auto":
+        raise ValueError(f"rollout.phyai.actor_prefix is {choice!r} but {obstacle}. Use 'dense' (or 'auto').")
+    if obstacle:
+        return "dense"
+    return "fused" if choice == "auto" else choice
 
 
 def _obstacle(model: Any) -> str | None:
@@ -52,14 +57,19 @@ def _obstacle(model: Any) -> str | None:
     return None
 
 
-def use_real_tokens(model: torch.nn.Module) -> torch.nn.Module:
-    """Give ``model`` the mix-in, in place (before FSDP wraps it); returns it."""
+def use_real_tokens(model: torch.nn.Module, kernels: Kernels | None = None) -> torch.nn.Module:
+    """Give ``model`` the mix-in, in place (before FSDP wraps it); returns it.
+
+    Args:
+        kernels: compute the frozen prefix; ``None`` leaves that to the model's own modules.
+    """
     register_attention()
     cls = type(model)
     model.__class__ = type(f"RealToken{cls.__name__}", (RealTokenPrefix, cls), {"__module__": __name__})
     model._replay_transform = ReplayTransform(model.config.action_dim)  # type: ignore[assignment, union-attr, arg-type]
     model._replay_checked = False  # type: ignore[assignment]
     model._request = None  # type: ignore[assignment]
+    model._kernels = kernels  # type: ignore[assignment]
     return model
 
 
@@ -88,6 +98,7 @@ class RealTokenPrefix:
     _request: _Request | None
     _replay_transform: ReplayTransform | None
     _replay_checked: bool
+    _kernels: Kernels | None
     # Of the class that it is mixed into:
     config: Any
     use_vlm_value: bool
@@ -175,7 +186,7 @@ class RealTokenPrefix:
     ) -> None:
         used = list(range(len(CAMERAS))) if self._replay_transform is not None else _used_cameras(images, img_masks)
         prompt = request.layout or PromptLayout.of(tokens, masks)
-        embs, valid, _ = self.embed_prefix(
+        embs, valid = self._embed(
             [images[i] for i in used],
             [img_masks[i] for i in used],
             tokens[:, : prompt.length],
@@ -193,7 +204,10 @@ class RealTokenPrefix:
                 mode=self.config.value_vlm_mode,
             )
         language_model = self.paligemma_with_expert.paligemma.language_model
-        cache, pooled = run_prefix(language_model, embs, valid, prompt.even, masked, layout)
+        if self._kernels is None:
+            cache, pooled = run_prefix(language_model, embs, valid, prompt.even, masked, layout)
+        else:
+            cache, pooled = run_fused_prefix(language_model, self._kernels, embs, valid, masked, layout)
         request.keys = PrefixKeys(cache.key_cache, cache.value_cache, valid)
         if pooled is not None:
             request.pooled = pooled
@@ -202,7 +216,16 @@ class RealTokenPrefix:
         """Embeddings ``[1, E, width]`` of the masked cameras' rows and, last, of one padded prompt position."""
         pad = torch.zeros(1, 1, dtype=torch.long, device=device)
         one = [image[:1] for image in images], [mask[:1] for mask in img_masks]
-        return self.embed_prefix(*one, pad, torch.zeros_like(pad, dtype=torch.bool))[0]
+        return self._embed(*one, pad, torch.zeros_like(pad, dtype=torch.bool))[0]
+
+    def _embed(self, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Embeddings and validity of images and prompt, as ``embed_prefix``."""
+        vision: AbstractContextManager[None] = nullcontext()
+        if self._kernels is not None:
+            vision = fused_vision(self.paligemma_with_expert.paligemma.vision_tower, self._kernels)
+        with vision:
+            embs, valid, _ = self.embed_prefix(*arguments)
+        return embs, valid
 
     def get_value_from_vlm(self, prefix_output: torch.Tensor) -> torch.Tensor:
         """The critic on the pooled input float32 ``[B, width]``: ``[B]``; zeros where no value was asked for."""

@@ -31,6 +31,8 @@ class ReplayTransform:
     def __init__(self, action_dim: int) -> None:
         self._action_dim = action_dim
         self._resize = PilBilinearResize(_IMAGE_SIZE, _IMAGE_SIZE)
+        # A table, because a division on a GPU rounds differently from the actor's on the CPU.
+        self._table = torch.arange(256, dtype=torch.uint8).to(torch.float32) / 255.0 * 2.0 - 1.0
 
     def images(self, forward_inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
         """uint8 ``[B, H, W, 3]`` cameras -> uint8 ``[B, 224, 224, 3]`` by openpi's camera name, the masked one zero.
@@ -46,9 +48,12 @@ class ReplayTransform:
 
     def __call__(self, forward_inputs: dict[str, Any]) -> dict[str, Any]:
         """What openpi's transform returns, with float images ``[B, 3, 224, 224]`` in [-1, 1]."""
-        images = {name: _to_unit_range(image) for name, image in self.images(forward_inputs).items()}
-        first = images["base_0_rgb"]
-        batch, device = first.shape[0], first.device
+        resized = self.images(forward_inputs)
+        batch, device = resized[_MASKED_CAMERA].shape[0], resized[_MASKED_CAMERA].device
+        if self._table.device != device:  # once: every copy from the host waits for the GPU
+            self._table = self._table.to(device)
+        images = {name: self._to_unit_range(resized[name]) for name in CAMERAS}
+        images[_MASKED_CAMERA] = self._to_unit_range(resized[_MASKED_CAMERA][:1]).expand(batch, -1, -1, -1)
         used = torch.ones(batch, dtype=torch.bool, device=device)
         return {
             "image": images,
@@ -58,8 +63,6 @@ class ReplayTransform:
             "tokenized_prompt_mask": forward_inputs["tokenized_prompt_mask"],
         }
 
-
-def _to_unit_range(image: torch.Tensor) -> torch.Tensor:
-    """uint8 NHWC -> float32 NCHW by table: a division on a GPU would round differently from the actor's on the CPU."""
-    table = (torch.arange(256, dtype=torch.uint8).to(torch.float32) / 255.0 * 2.0 - 1.0).to(image.device)
-    return table[image.permute(0, 3, 1, 2).int()]
+    def _to_unit_range(self, image: torch.Tensor) -> torch.Tensor:
+        """uint8 NHWC -> float32 NCHW in [-1, 1]."""
+        return self._table[image.permute(0, 3, 1, 2).int()]

@@ -159,7 +159,9 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     """An attention function of transformers: q ``[B, Hq, L, hd]``, k and v ``[B, Hk, S, hd]`` -> ``[B, L, Hq, hd]``."""
     if masked_rows is not None:
-        return _uniform_attention(query, value, masked_rows), None
+        mean = masked_rows_attention(value, masked_rows.real_values, masked_rows.layout)
+        mean = mean.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+        return mean[:, None].expand(-1, query.shape[2], -1, -1).contiguous(), None
     groups = query.shape[1] // key.shape[1]
     key, value = (_repeat(x, groups) for x in (key, value))
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling)
@@ -171,19 +173,24 @@ def _repeat(x: torch.Tensor, groups: int) -> torch.Tensor:
     return x[:, :, None].expand(b, heads, groups, length, dim).reshape(b, heads * groups, length, dim)
 
 
-def _uniform_attention(query: torch.Tensor, value: torch.Tensor, rows: _MaskedRows) -> torch.Tensor:
-    """Masked rows: the same mean of V for each of them, with the probability rounded as the actor's softmax rounds it.
+def masked_rows_attention(value: torch.Tensor, real: torch.Tensor, layout: PaddedLayout) -> torch.Tensor:
+    """Attention output of every masked row and query head of a sample: the mean of V over all positions.
 
-    ``value`` ``[B, heads, E, hd]`` holds the masked rows' own V, the padded prompt row last.
+    The probability is rounded as the actor's softmax rounds it.
+
+    Args:
+        value: ``[B, heads, E, hd]``, the masked rows' own V, the padded prompt row last.
+        real: ``[B, heads, L, hd]``, V of the real tokens.
+
+    Returns:
+        ``[B, heads, hd]``.
     """
-    layout, real = rows.layout, rows.real_values
     total = (real * layout.valid[:, None, :, None]).sum(dim=2, dtype=torch.float32)
     total = total + value[:, :, :-1].sum(dim=2, dtype=torch.float32)
     total = total + layout.padding[:, None, None] * value[:, :, -1].float()
-    probability = torch.tensor(1.0 / layout.total, dtype=torch.float32).to(value.dtype).float()
-    mean = (total * probability.to(total.device)).to(value.dtype)  # [B, heads, hd]
-    mean = mean.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
-    return mean[:, None].expand(-1, query.shape[2], -1, -1).contiguous()
+    # Rounded on the host: a tensor from there would make the host wait for the GPU.
+    probability = torch.tensor(1.0 / layout.total, dtype=torch.float32).to(value.dtype).item()
+    return (total * probability).to(value.dtype)
 
 
 def register_attention() -> None:
@@ -243,7 +250,7 @@ def run_prefix(
         extra = layer(extra, position_embeddings=no_rotation, masked_rows=rows)[0]
     hidden, _ = language_model.norm(hidden)
     padded, _ = language_model.norm(extra[:, -1:])
-    return cache, _pool(hidden, padded[:, 0], layout)
+    return cache, pool(hidden, padded[:, 0], layout)
 
 
 def _keys_and_values(layer: Any, hidden: torch.Tensor, rotary: tuple[torch.Tensor, ...], cache: DynamicCache) -> None:
@@ -267,7 +274,7 @@ def _keys_and_values(layer: Any, hidden: torch.Tensor, rotary: tuple[torch.Tenso
         del module.forward
 
 
-def _pool(hidden: torch.Tensor, padded: torch.Tensor, layout: PaddedLayout) -> torch.Tensor:
+def pool(hidden: torch.Tensor, padded: torch.Tensor, layout: PaddedLayout) -> torch.Tensor:
     """The critic's input from final-norm rows ``[B, L, width]`` and the padded row ``[B, width]``; float32 ``[B, width]``."""
     if layout.mode == "first_token":
         return hidden[:, 0].float()

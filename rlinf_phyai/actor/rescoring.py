@@ -9,7 +9,9 @@ rank``, cut into blocks of ``actor.micro_batch_size``.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,19 +72,52 @@ def take(inputs: Mapping[str, Any], step: torch.Tensor, env: torch.Tensor) -> di
 
     (Flattening first would copy everything: the raw images of a step are about 10 GB.)
     """
-    picked: dict[str, Any] = {}
-    for key, value in inputs.items():
-        if isinstance(value, torch.Tensor):
-            picked[key] = value[step, env]
-        elif isinstance(value, Mapping):
-            picked[key] = take(value, step, env)
-        else:
-            picked[key] = value
-    return picked
+    return _each(inputs, lambda tensor: tensor[step, env])
+
+
+def load(
+    inputs: Mapping[str, Any],
+    plan: BatchPlan,
+    device: torch.device | str | int = "cpu",
+    *,
+    epochs: int = 1,
+    wanted: Callable[[int], bool] = lambda index: True,
+) -> Iterator[dict[str, Any]]:
+    """Yield the samples of each micro-batch; a thread gathers those of the next one while this one is computed.
+
+    Args:
+        inputs: nested dict of ``[T, B, ...]`` tensors on the CPU.
+        plan: micro-batches, walked ``epochs`` times.
+        device: where the samples will go; for a GPU they are gathered in pinned memory.
+        wanted: of the number of a micro-batch, counted on over the epochs; for others the dict is empty.
+    """
+    target = torch.device(device)
+
+    def gather(step: torch.Tensor, env: torch.Tensor) -> dict[str, Any]:
+        return _pinned(take(inputs, step, env)) if target.type == "cuda" else take(inputs, step, env)
+
+    def enter_device() -> None:
+        if target.type == "cuda":  # a thread of its own starts on GPU 0
+            torch.cuda.set_device(target)
+
+    queue: deque[Future[dict[str, Any]]] = deque()
+    with ThreadPoolExecutor(1, "micro-batches", enter_device) as thread:
+        walk = (indices for _ in range(epochs) for indices in plan.micro_batches())
+        for index, (step, env) in enumerate(walk):
+            queue.append(thread.submit(gather, step, env) if wanted(index) else thread.submit(dict))
+            if index:
+                yield queue.popleft().result()
+        while queue:
+            yield queue.popleft().result()
 
 
 def rescore(
-    forward_inputs: Mapping[str, Any], plan: BatchPlan, score: Score, *, logprob_shape: torch.Size
+    forward_inputs: Mapping[str, Any],
+    plan: BatchPlan,
+    score: Score,
+    *,
+    logprob_shape: torch.Size,
+    device: torch.device | str | int = "cpu",
 ) -> dict[str, torch.Tensor]:
     """Score every sample of a step.
 
@@ -92,6 +127,7 @@ def rescore(
         score: maps a micro-batch of inputs to tensors ``[b, ...]``, ``logprobs`` ``[b, c, d]`` among them; called under
             no_grad, with the same keys every time.
         logprob_shape: ``[T, B, c, d]``, the shape the rollout reported.
+        device: where ``score`` computes (see :func:`load`).
 
     Returns:
         for each key a float32 CPU tensor ``[T, B, ...]``.
@@ -101,9 +137,9 @@ def rescore(
     """
     parts: list[dict[str, torch.Tensor]] = []
     with torch.no_grad():
-        for step, env in plan.micro_batches():
-            scores = score(take(forward_inputs, step, env))
-            expected = (step.numel(), *logprob_shape[2:])
+        for inputs in load(forward_inputs, plan, device):
+            scores = score(inputs)
+            expected = (plan.micro_batch_size, *logprob_shape[2:])
             if tuple(scores["logprobs"].shape) != expected:
                 raise ValueError(
                     f"the actor scored log-probs of shape {tuple(scores['logprobs'].shape)} per micro-batch, the "
@@ -122,13 +158,21 @@ def rescore(
 
 def upload(inputs: Mapping[str, Any], device: torch.device | str | int) -> dict[str, Any]:
     """Move a nested dict of CPU tensors to ``device``; towards a GPU through pinned memory, without waiting for it."""
-    moved: dict[str, Any] = {}
-    pin = torch.device(device).type == "cuda"
+    if torch.device(device).type == "cuda":
+        return _each(inputs, lambda tensor: tensor.pin_memory().to(device, non_blocking=True))
+    return _each(inputs, lambda tensor: tensor.to(device))
+
+
+def _pinned(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    return _each(inputs, torch.Tensor.pin_memory)
+
+
+def _each(inputs: Mapping[str, Any], change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
+    """``change`` applied to every tensor of a nested dict; the rest is kept."""
+    changed: dict[str, Any] = {}
     for key, value in inputs.items():
         if isinstance(value, torch.Tensor):
-            moved[key] = value.pin_memory().to(device, non_blocking=True) if pin else value.to(device)
-        elif isinstance(value, Mapping):
-            moved[key] = upload(value, device)
+            changed[key] = change(value)
         else:
-            moved[key] = value
-    return moved
+            changed[key] = _each(value, change) if isinstance(value, Mapping) else value
+    return changed

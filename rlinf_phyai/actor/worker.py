@@ -10,6 +10,7 @@ and ``setup_model_and_optimizer`` trims the list of synchronised weights. With `
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -35,10 +36,12 @@ from rlinf_phyai.actor.metrics import CorrectionSums, first_update_metrics
 from rlinf_phyai.actor.model import KEYS_KEY, LAYOUT_KEY, POOLED_KEY, choose_prefix, use_real_tokens
 from rlinf_phyai.actor.monitor import ADVICE, CorrectionMonitor
 from rlinf_phyai.actor.prefix import PrefixStore, PromptLayout
-from rlinf_phyai.actor.rescoring import BatchPlan, rescore, upload
+from rlinf_phyai.actor.rescoring import BatchPlan, load, rescore, upload
 from rlinf_phyai.actor.values import actor_values, check_value_source, refuse_missing_values, value_gap_metrics
 from rlinf_phyai.checksum import Checksum, checksums
+from rlinf_phyai.engine.kernel_policy import load_kernel_policy
 from rlinf_phyai.errors import PhyaiError
+from rlinf_phyai.kernels import Kernels, resolve
 
 UNUSED_BY_ACTIONS = ("gemma_expert.lm_head.weight",)
 """Trainable by name only: the action path never reads the expert's language head (0.5 GB at full size)."""
@@ -68,6 +71,7 @@ class PhyaiActorWorker(EmbodiedFSDPActor):
         self._weight_normalizer = 1.0
         self._first_update: FirstUpdate | None = None
         self._micro_batches_seen = 0
+        self._observations: Iterator[dict[str, Any]] = iter(())
 
     def confirm_backend(self) -> dict[str, str]:
         """Which class really runs in this process: ``module``, ``class`` and the plugin's ``version``."""
@@ -79,7 +83,19 @@ class PhyaiActorWorker(EmbodiedFSDPActor):
         choice = OmegaConf.select(self.cfg, "rollout.phyai.actor_prefix", default="auto")
         self.prefix = choose_prefix(choice, model, self.correction.recompute)
         self._logger.info(f"actor prefix: {self.prefix} (rollout.phyai.actor_prefix: {choice})")
-        return use_real_tokens(model) if self.prefix == "real_tokens" else model
+        if self.prefix == "dense":
+            return model
+        return use_real_tokens(model, self._prefix_kernels() if self.prefix == "fused" else None)
+
+    def _prefix_kernels(self) -> Kernels:
+        """Those of the engine's policy.
+
+        Raises:
+            KernelPolicyError, UnknownKernel: the policy does not exist or cannot run on this device.
+        """
+        policy = load_kernel_policy(OmegaConf.select(self.cfg, "rollout.phyai.kernel_policy"))
+        device = torch.device(self.device) if isinstance(self.device, str) else torch.device("cuda", self.device)
+        return resolve(policy.operations, device, policy.fallback)[0]
 
     def _load_model(self) -> torch.nn.Module:
         return super().model_provider_func()
@@ -138,12 +154,21 @@ class PhyaiActorWorker(EmbodiedFSDPActor):
             world_size=self._world_size,
             seed=self.cfg.actor.seed + self._rank,
         )
-        scores = rescore(batch["forward_inputs"], plan, self._score, logprob_shape=q.shape)
+        scores = rescore(batch["forward_inputs"], plan, self._score, logprob_shape=q.shape, device=self.device)
         p, values = scores["logprobs"], scores.get("values")
         batch["rollout_logprobs"] = q.float()
         batch["prev_logprobs"] = p
+        # RLinf's training would shuffle a copy of all observations, 10 GB at full size; it gets them by micro-batch instead.
+        inputs = batch["forward_inputs"]
+        self._observations = load(
+            {key: inputs.pop(key) for key in list(inputs) if key.startswith("observation/")},
+            plan,
+            self.device,
+            epochs=self.update_epoch,
+            wanted=lambda index: self._prefix_store.get(index) is None,
+        )
         if POOLED_KEY in scores:
-            batch["forward_inputs"][POOLED_KEY] = scores[POOLED_KEY]
+            inputs[POOLED_KEY] = scores[POOLED_KEY]
         if values is not None and self._values_comparable and self._value_source == "rollout":
             mask = batch.get("loss_mask")
             self._correction_metrics.update(value_gap_metrics(values, batch["prev_values"], mask, self.device))
@@ -193,7 +218,7 @@ class PhyaiActorWorker(EmbodiedFSDPActor):
     def _score(self, forward_inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
         """The forward of RLinf's ``train_micro_batch``, argument by argument."""
         compute_values = self.cfg.algorithm.adv_type == "gae"
-        if self.prefix == "real_tokens":
+        if self.prefix != "dense":
             forward_inputs[LAYOUT_KEY] = _layout(forward_inputs)
         with self.amp_context:
             output = self.model(
@@ -217,6 +242,7 @@ class PhyaiActorWorker(EmbodiedFSDPActor):
         try:
             metrics = super().run_training()
         finally:
+            self._observations = iter(())
             self._prefix_store.clear()
         metrics.update(self._correction_metrics)
         metrics.update(first_update_metrics(self._first_update, self.device))
@@ -231,18 +257,19 @@ class PhyaiActorWorker(EmbodiedFSDPActor):
         if self.correction.weights_advantage:
             p, q = micro_batch["prev_logprobs"], micro_batch["rollout_logprobs"]
             weights = advantage_weights(p, q, self.correction, normalizer=self._weight_normalizer).to(self.device)
-        if self.prefix == "real_tokens":
-            micro_batch = micro_batch | {"forward_inputs": self._with_known_prefix(micro_batch["forward_inputs"])}
+        inputs = micro_batch["forward_inputs"]
+        if self.prefix != "dense":
+            inputs = self._with_known_prefix(inputs)
+        micro_batch = micro_batch | {"forward_inputs": inputs | upload(next(self._observations), self.device)}
         before_first_step = self._micro_batches_seen < self.gradient_accumulation
         self._micro_batches_seen += 1
         with correcting(MicroBatchCorrection(weights, self._first_update if before_first_step else None)):
             super().train_micro_batch(micro_batch, metrics, is_last=is_last)
 
     def _with_known_prefix(self, forward_inputs: dict[str, Any]) -> dict[str, Any]:
-        """Add what the rescoring of this very micro-batch left; observations that nobody reads then are left out."""
+        """Add what the rescoring of this very micro-batch left."""
         keys = self._prefix_store.get(self._micro_batches_seen)
         if keys is not None:
-            forward_inputs = {k: v for k, v in forward_inputs.items() if not k.startswith("observation/")}
             return forward_inputs | {KEYS_KEY: keys}
         return forward_inputs | {LAYOUT_KEY: _layout(forward_inputs)}
 

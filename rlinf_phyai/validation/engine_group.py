@@ -25,7 +25,7 @@ OPTIONS = (
 FLAGS = ("use_cuda_graph", "progress")
 PARAMS_DTYPES = ("bfloat16", "bf16", "float32", "fp32")
 VALUE_SOURCES = ("rollout", "actor")
-ACTOR_PREFIXES = ("auto", "real_tokens", "dense")
+ACTOR_PREFIXES = ("auto", "fused", "real_tokens", "dense")
 SELF_CHECKS = ("off", "warn", "stop")
 
 

@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from rlinf_phyai.actor.model import KEYS_KEY, LAYOUT_KEY, POOLED_KEY, choose_prefix, use_real_tokens
 from rlinf_phyai.actor.prefix import PrefixKeys, PrefixStore, PromptLayout
+from rlinf_phyai.kernels import resolve
 
 SENTENCES = [
     "pick up the black bowl between the plate and the ramekin and place it on the plate",
@@ -65,15 +66,22 @@ def replay(model_config: DictConfig) -> dict[str, torch.Tensor]:
     return result["forward_inputs"]
 
 
+@pytest.fixture(params=["real_tokens", "fused"])
+def shorten(request: pytest.FixtureRequest) -> Any:
+    """``shorten(model)`` gives the model one of the two prefixes on real tokens."""
+    kernels = resolve({}, torch.device("cpu"))[0] if request.param == "fused" else None
+    return lambda model: use_real_tokens(model, kernels)
+
+
 def forward(model: Any, replay: dict[str, torch.Tensor], compute_values: bool = True, **extra: torch.Tensor) -> dict:
     return model(forward_inputs={**replay, **extra}, compute_values=compute_values)
 
 
 @pytest.mark.parametrize("mode", ["mean_token", "last_token", "first_token"])
 @pytest.mark.parametrize("samples", [slice(0, 3), slice(1, 2)])
-def test_log_probs_and_values_equal_the_dense_actors(model_config, replay, mode, samples):
+def test_log_probs_and_values_equal_the_dense_actors(model_config, shorten, replay, mode, samples):
     dense = build(model_config, value_vlm_mode=mode)
-    ours = use_real_tokens(copy.deepcopy(dense))
+    ours = shorten(copy.deepcopy(dense))
     part = {key: value[samples] for key, value in replay.items()}
     with torch.no_grad():
         expected, got = forward(dense, part), forward(ours, part)
@@ -88,28 +96,28 @@ def test_pooling_over_valid_tokens_only_would_fail(model_config, replay):
     wrong = use_real_tokens(copy.deepcopy(dense))
     from rlinf_phyai.actor import prefix
 
-    original = prefix._pool
-    prefix._pool = lambda h, padded, layout: (h * layout.valid[..., None]).sum(1) / layout.valid.sum(1, keepdim=True)
+    original = prefix.pool
+    prefix.pool = lambda h, padded, layout: (h * layout.valid[..., None]).sum(1) / layout.valid.sum(1, keepdim=True)
     try:
         with torch.no_grad():
             difference = (forward(wrong, replay)["values"] - forward(dense, replay)["values"]).abs().max()
     finally:
-        prefix._pool = original
+        prefix.pool = original
     assert difference > 1e-4
 
 
-def test_value_after_the_expert(model_config, replay):
+def test_value_after_the_expert(model_config, shorten, replay):
     dense = build(model_config, value_after_vlm=False)
-    ours = use_real_tokens(copy.deepcopy(dense))
+    ours = shorten(copy.deepcopy(dense))
     with torch.no_grad():
         expected, got = forward(dense, replay), forward(ours, replay)
     torch.testing.assert_close(got["values"], expected["values"], rtol=0, atol=1e-5)
     assert got[POOLED_KEY] is None
 
 
-def test_joint_log_probs(model_config, replay):
+def test_joint_log_probs(model_config, shorten, replay):
     dense = build(model_config, joint_logprob=True)
-    ours = use_real_tokens(copy.deepcopy(dense))
+    ours = shorten(copy.deepcopy(dense))
     joint = {**replay, "denoise_inds": torch.arange(3).expand(3, -1)}
     with torch.no_grad():
         torch.testing.assert_close(
@@ -117,9 +125,9 @@ def test_joint_log_probs(model_config, replay):
         )
 
 
-def test_gradients_equal_the_dense_actors(model_config, replay):
+def test_gradients_equal_the_dense_actors(model_config, shorten, replay):
     dense = build(model_config)
-    ours = use_real_tokens(copy.deepcopy(dense))
+    ours = shorten(copy.deepcopy(dense))
     gradients = []
     for model in (dense, ours):
         output = forward(model, replay)
@@ -131,9 +139,9 @@ def test_gradients_equal_the_dense_actors(model_config, replay):
         torch.testing.assert_close(gradients[1][name], expected, rtol=1e-3, atol=1e-5, msg=name)
 
 
-def test_rescoring_and_training_agree_bit_for_bit(model_config, replay):
+def test_rescoring_and_training_agree_bit_for_bit(model_config, shorten, replay):
     """Rescoring: no gradient, masked rows computed. Training: gradient, pooled input reused, last layer cut short."""
-    model = use_real_tokens(build(model_config))
+    model = shorten(build(model_config))
     with torch.no_grad():
         rescored = forward(model, replay)
     trained = forward(model, replay, **{POOLED_KEY: rescored[POOLED_KEY]})
@@ -143,8 +151,8 @@ def test_rescoring_and_training_agree_bit_for_bit(model_config, replay):
     assert trained["values"].requires_grad
 
 
-def test_no_value_is_computed_where_none_is_asked_for(model_config, replay, monkeypatch):
-    model = use_real_tokens(build(model_config))
+def test_no_value_is_computed_where_none_is_asked_for(model_config, shorten, replay, monkeypatch):
+    model = shorten(build(model_config))
     monkeypatch.setattr(model, "_masked_rows", lambda *a: pytest.fail("masked rows without a critic"))
     monkeypatch.setattr(model.value_head, "forward", lambda *a: pytest.fail("the value head ran"))
     output = forward(model, replay, compute_values=False)
@@ -152,11 +160,15 @@ def test_no_value_is_computed_where_none_is_asked_for(model_config, replay, monk
     assert torch.equal(output["values"], torch.zeros(3))
 
 
-def test_fewer_rows_go_through_the_layers(model_config, replay):
+def test_fewer_rows_go_through_the_layers(model_config, shorten, replay):
     rows: list[int] = []
-    model = use_real_tokens(build(model_config))
+    model = shorten(build(model_config))
     layer = model.paligemma_with_expert.paligemma.language_model.layers[0]
-    layer.register_forward_pre_hook(lambda module, args, kwargs: rows.append(args[0].shape[1]), with_kwargs=True)
+
+    def count(module: Any, args: tuple[torch.Tensor], kwargs: dict[str, Any]) -> None:
+        rows.append(args[0].numel() // args[0].shape[-1] // len(SENTENCES))
+
+    layer.register_forward_pre_hook(count, with_kwargs=True)
     with torch.no_grad():
         output = forward(model, replay)
         longest = int(replay["tokenized_prompt_mask"].sum(dim=1).max())
@@ -166,8 +178,8 @@ def test_fewer_rows_go_through_the_layers(model_config, replay):
     assert rows == [2 * 4 + longest]
 
 
-def test_known_keys_replace_the_prefix_bit_for_bit(model_config, replay, monkeypatch):
-    model = use_real_tokens(build(model_config))
+def test_known_keys_replace_the_prefix_bit_for_bit(model_config, shorten, replay, monkeypatch):
+    model = shorten(build(model_config))
     layout = PromptLayout.of(replay["tokenized_prompt"], replay["tokenized_prompt_mask"])
     with torch.no_grad():
         rescored = forward(model, replay, **{LAYOUT_KEY: layout})
@@ -183,13 +195,13 @@ def test_known_keys_replace_the_prefix_bit_for_bit(model_config, replay, monkeyp
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_under_fsdp1(model_config, replay, process_group, use_orig_params):
+def test_under_fsdp1(model_config, shorten, replay, process_group, use_orig_params):
     """The wrapping of the full-size recipe, by RLinf's own policy: weights exist inside a module's call only."""
     from rlinf.hybrid_engines.fsdp.utils import get_fsdp_wrap_policy
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
     dense = build(model_config)
-    model = use_real_tokens(copy.deepcopy(dense))
+    model = shorten(copy.deepcopy(dense))
     wrapped = FullyShardedDataParallel(
         model,
         auto_wrap_policy=get_fsdp_wrap_policy(
@@ -238,8 +250,8 @@ def test_the_store_keeps_what_fits():
     assert off.get(0) is None
 
 
-def test_sampling_keeps_rlinfs_own_transform(model_config):
-    model = use_real_tokens(build(model_config))
+def test_sampling_keeps_rlinfs_own_transform(model_config, shorten):
+    model = shorten(build(model_config))
     observation = {
         "observation/image": torch.zeros(1, 256, 256, 3, dtype=torch.uint8),
         "observation/wrist_image": torch.zeros(1, 256, 256, 3, dtype=torch.uint8),
@@ -249,11 +261,11 @@ def test_sampling_keeps_rlinfs_own_transform(model_config):
     assert model.input_transform(observation, transpose=False)["tokenized_prompt_mask"].any()
 
 
-def test_sampling_is_rlinfs_own(model_config):
+def test_sampling_is_rlinfs_own(model_config, shorten):
     from openpi.models.model import Observation
 
     dense = build(model_config).eval()
-    ours = use_real_tokens(copy.deepcopy(dense))
+    ours = shorten(copy.deepcopy(dense))
     results = []
     for model in (dense, ours):
         inputs = {
@@ -271,10 +283,10 @@ def test_sampling_is_rlinfs_own(model_config):
     assert results[0]["prev_values"].abs().max() > 0
 
 
-def test_the_replay_transform_equals_openpis(model_config, replay):
+def test_the_replay_transform_equals_openpis(model_config, shorten, replay):
     from openpi.models.model import Observation
 
-    model = use_real_tokens(build(model_config))
+    model = shorten(build(model_config))
     reference = Observation.from_dict(type(model).__mro__[2].input_transform(model, replay, transpose=False))
     model.input_transform(replay, transpose=False)
     assert model._replay_checked
@@ -284,19 +296,19 @@ def test_the_replay_transform_equals_openpis(model_config, replay):
         assert torch.equal(fast.image_masks[name], reference.image_masks[name].bool()), name
 
 
-def test_a_transform_that_differs_is_not_used(model_config, replay, monkeypatch):
-    model = use_real_tokens(build(model_config))
+def test_a_transform_that_differs_is_not_used(model_config, shorten, replay, monkeypatch):
+    model = shorten(build(model_config))
     monkeypatch.setattr(
         model._replay_transform, "_resize", lambda x: torch.zeros(len(x), 3, 224, 224, dtype=torch.uint8)
     )
-    expected = use_real_tokens(build(model_config))
+    expected = shorten(build(model_config))
     with torch.no_grad():
         assert torch.equal(forward(model, replay)["logprobs"], forward(expected, replay)["logprobs"])
     assert model._replay_transform is None
 
 
-def test_prompts_with_a_gap_are_refused(model_config, replay):
-    model = use_real_tokens(build(model_config))
+def test_prompts_with_a_gap_are_refused(model_config, shorten, replay):
+    model = shorten(build(model_config))
     mask = replay["tokenized_prompt_mask"].clone()
     mask[0, 3] = False
     with pytest.raises(ValueError, match="not right-padded"):
@@ -306,7 +318,8 @@ def test_prompts_with_a_gap_are_refused(model_config, replay):
 @pytest.mark.parametrize(
     "choice, openpi, recompute, expected",
     [
-        ("auto", {}, True, "real_tokens"),
+        ("auto", {}, True, "fused"),
+        ("fused", {}, False, "fused"),
         ("auto", {}, False, "dense"),
         ("dense", {}, True, "dense"),
         ("real_tokens", {}, False, "real_tokens"),
@@ -318,7 +331,7 @@ def test_choice_of_the_prefix(model_config, choice, openpi, recompute, expected)
 
 
 def test_refused_choices(model_config):
-    with pytest.raises(ValueError, match="'sparse'; allowed: auto, real_tokens, dense"):
+    with pytest.raises(ValueError, match="'sparse'; allowed: auto, fused, real_tokens, dense"):
         choose_prefix("sparse", None, True)
     with pytest.raises(ValueError, match=r"train_expert_only is not set.*Use 'dense'"):
         choose_prefix("real_tokens", build(model_config, train_expert_only=False), True)

@@ -8,7 +8,7 @@ import torch
 from rlinf.utils.nested_dict_process import split_dict_to_chunk
 from rlinf.workers.actor.fsdp_actor_worker import process_nested_dict_for_train
 
-from rlinf_phyai.actor.rescoring import BatchPlan, rescore, take, upload
+from rlinf_phyai.actor.rescoring import BatchPlan, load, rescore, take, upload
 
 T, B = 6, 4
 
@@ -74,6 +74,31 @@ def test_a_score_of_another_shape_names_both():
             lambda b: {"logprobs": torch.zeros(2, 10, 7)},
             logprob_shape=torch.Size((T, B, 5, 7)),
         )
+
+
+def test_loading_walks_the_micro_batches_of_every_epoch_one_ahead():
+    inputs = {"id": torch.arange(T * B).reshape(T, B)}
+    whole = [inputs["id"][t, b].tolist() for t, b in plan().micro_batches()]
+    asked: list[int] = []
+
+    def wanted(index: int) -> bool:
+        asked.append(index)
+        return index != 1
+
+    batches = load(inputs, plan(), epochs=2, wanted=wanted)
+    assert asked == []  # nothing is gathered before somebody wants it
+    assert next(batches)["id"].tolist() == whole[0]
+    assert asked == [0, 1]
+    assert next(batches) == {}
+    rest = [batch["id"].tolist() for batch in batches]
+    assert rest == whole[2:] + whole
+    assert len(asked) == 2 * len(whole)
+
+
+def test_an_error_while_loading_reaches_the_caller():
+    batches = load({"id": torch.zeros(1, 1)}, plan())
+    with pytest.raises(IndexError):
+        list(batches)
 
 
 def test_taking_samples_copies_only_them():

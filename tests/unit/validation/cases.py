@@ -465,7 +465,7 @@ ERRORS = [
         {f"{ENGINE}.self_check": "stop", **NO_CORRECTION},
         ("warn or stop together with algorithm.recompute_logprobs: true", "nothing to compare with"),
     ),
-    change_one("actor_prefix", f"{ENGINE}.actor_prefix", "sparse", "auto, real_tokens or dense"),
+    change_one("actor_prefix", f"{ENGINE}.actor_prefix", "sparse", "auto, fused, real_tokens or dense"),
     change_one("actor_prefix_cache", f"{ENGINE}.actor_prefix_cache_gib", -1, "at least 0"),
     change_one("actor_prefix_cache", f"{ENGINE}.actor_prefix_cache_gib", "all", "a number of GiB"),
     change_one("params_dtype", f"{ENGINE}.params_dtype", "fp8", "bfloat16, bf16, float32 or fp32"),
