@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlinf_phyai.models.pi05.resize import PilBilinearResize
+from rlinf_phyai.models.pi05.resize import PilBilinearResize, runs_triton
 from rlinf_phyai.models.pi05.tokenizer import PromptTokenizer
 
 _EPSILON = 1e-6  # keeps a constant dimension finite; part of the trained normalisation
@@ -152,6 +152,7 @@ class PI05Processor:
         self.device = torch.device(device)
         self._vectors: dict[tuple[int, int, torch.device], torch.Tensor] = {}
         self._resize = PilBilinearResize(options.image_size, options.image_size)
+        self._one_launch = runs_triton(self.device)
         levels = torch.arange(256, dtype=torch.uint8).to(torch.float32)
         # Made on the CPU: CUDA divides by a constant through its reciprocal, one bit off the actor's CPU result.
         self._levels = (levels / 255.0 * 2.0 - 1.0).to(self.device)
@@ -182,6 +183,12 @@ class PI05Processor:
             if images.shape[0] != cameras[0].shape[0]:
                 raise ValueError(f"camera {index} has {images.shape[0]} images, camera 0 has {cameras[0].shape[0]}")
         on_device = [images.to(self.device, non_blocking=True) for images in cameras]
+        if self._one_launch:
+            side = self.options.image_size
+            pixels = self._levels.new_empty(cameras[0].shape[0], len(cameras), 3, side, side)
+            for index, images in enumerate(on_device):
+                self._resize.to_levels(images, self._levels, pixels[:, index])
+            return pixels
         if all(images.shape == on_device[0].shape for images in on_device):
             resized = self._resize(torch.stack(on_device, dim=1).flatten(0, 1)).unflatten(0, (-1, len(cameras)))
         else:

@@ -54,13 +54,12 @@ def _axis_taps(size_in: int, size_out: int) -> tuple[tuple[tuple[int, ...], tupl
 
 
 @functools.lru_cache(maxsize=128)
-def _device_taps(size_in: int, size_out: int, device: torch.device) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
-    return tuple(
-        (
-            torch.tensor(indices, dtype=torch.int32, device=device),
-            torch.tensor(weights, dtype=torch.int32, device=device),
-        )
-        for indices, weights in _axis_taps(size_in, size_out)
+def _device_taps(size_in: int, size_out: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Source indices and integer weights, each int32 ``[taps, size_out]``."""
+    indices, weights = zip(*_axis_taps(size_in, size_out), strict=True)
+    return (
+        torch.tensor(indices, dtype=torch.int32, device=device),
+        torch.tensor(weights, dtype=torch.int32, device=device),
     )
 
 
@@ -74,7 +73,7 @@ def _filter(images: torch.Tensor, size_out: int) -> torch.Tensor:
         return images
     pixels = images.to(torch.int32)
     total: torch.Tensor | None = None
-    for indices, weights in _device_taps(size_in, size_out, images.device):
+    for indices, weights in zip(*_device_taps(size_in, size_out, images.device), strict=True):
         rows, weight = pixels.index_select(2, indices), weights[:, None]
         if total is None:
             total = rows.mul_(weight).add_(1 << (_FRACTION_BITS - 1))
@@ -129,6 +128,15 @@ def _columns_first(size_in: tuple[int, int], size_out: tuple[int, int]) -> bool:
     return False
 
 
+def runs_triton(device: torch.device) -> bool:
+    """Whether :meth:`PilBilinearResize.to_levels` can run on ``device``."""
+    if device.type != "cuda":
+        return False
+    from rlinf_phyai.kernels.triton_resize import unsupported_reason
+
+    return unsupported_reason(device) is None
+
+
 class PilBilinearResize:
     """Resizes uint8 images to a fixed size, keeping the aspect ratio and padding with black.
 
@@ -164,10 +172,42 @@ class PilBilinearResize:
                 f"images have dtype {images.dtype} and shape {tuple(images.shape)}; expected uint8"
                 " [n, height, width, channels]"
             )
-        height_in, width_in = images.shape[1:3]
         planes = images.permute(0, 3, 1, 2).contiguous()
-        if (height_in, width_in) == (self.height, self.width):
+        if tuple(images.shape[1:3]) == (self.height, self.width):
             return planes
+        height, width, top, left = self._fit(*images.shape[1:3])
+        if self._use_pillow or (self._use_pillow is None and images.device.type == "cpu"):
+            resized = _pillow_resample(planes, height, width)
+        else:
+            resized = resample(planes, height, width, _columns_first(tuple(images.shape[1:3]), (height, width)))
+        if (height, width) == (self.height, self.width):
+            return resized
+        framed = resized.new_zeros(*resized.shape[:2], self.height, self.width)
+        framed[:, :, top : top + height, left : left + width] = resized
+        return framed
+
+    def to_levels(self, images: torch.Tensor, levels: torch.Tensor, out: torch.Tensor) -> None:
+        """The same in one launch, each grey level replaced by its entry in ``levels``.
+
+        Args:
+            images: uint8 ``[n, height_in, width_in, channels]`` on a device that runs Triton.
+            levels: ``[256]``.
+            out: ``[n, channels, height, width]`` in levels' type, written; an image's planes must be contiguous.
+
+        Raises:
+            ValueError: as the call.
+        """
+        from rlinf_phyai.kernels.triton_resize import resize_to_levels
+
+        height_in, width_in = images.shape[1:3]
+        height, width, top, left = self._fit(height_in, width_in)
+        columns = _device_taps(width_in, width, images.device)
+        rows = _device_taps(height_in, height, images.device)
+        order = _columns_first((height_in, width_in), (height, width))
+        resize_to_levels(images.contiguous(), columns, rows, (top, left), order, levels, out)
+
+    def _fit(self, height_in: int, width_in: int) -> tuple[int, int, int, int]:
+        """Height and width of the resized image, and the row and column of its corner in the output."""
         ratio = max(width_in / self.width, height_in / self.height)
         height, width = int(height_in / ratio), int(width_in / ratio)
         if height < 1 or width < 1:
@@ -175,13 +215,4 @@ class PilBilinearResize:
                 f"an image of {height_in}x{width_in} pixels would become {height}x{width} inside"
                 f" {self.height}x{self.width}; crop it to a less elongated shape"
             )
-        if self._use_pillow or (self._use_pillow is None and images.device.type == "cpu"):
-            resized = _pillow_resample(planes, height, width)
-        else:
-            resized = resample(planes, height, width, _columns_first((height_in, width_in), (height, width)))
-        if (height, width) == (self.height, self.width):
-            return resized
-        top, left = int((self.height - height) / 2), int((self.width - width) / 2)
-        framed = resized.new_zeros(*resized.shape[:2], self.height, self.width)
-        framed[:, :, top : top + height, left : left + width] = resized
-        return framed
+        return height, width, int((self.height - height) / 2), int((self.width - width) / 2)

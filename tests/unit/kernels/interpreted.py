@@ -10,8 +10,17 @@ import pytest
 import torch
 
 from rlinf_phyai.kernels import expert_layer as composed
-from rlinf_phyai.kernels import torch_ops, triton_attention, triton_expert, triton_gated_gemm, triton_suffix_linear
+from rlinf_phyai.kernels import (
+    torch_ops,
+    triton_attention,
+    triton_expert,
+    triton_gated_gemm,
+    triton_resize,
+    triton_suffix_linear,
+)
 from rlinf_phyai.kernels.registry import BACKENDS, load
+from rlinf_phyai.models.pi05 import resize
+from rlinf_phyai.models.pi05.resize import PilBilinearResize
 from tests.kernel_cases import ONE, OPERATIONS, TINY, Draw, expert_layer_inputs, relative_error, run_both
 
 CPU = torch.device("cpu")
@@ -80,3 +89,28 @@ def test_gated_gemm(wide: bool) -> None:
     x, weight = d(40, 64), d(96, 64, scale=0.125)
     got = triton_gated_gemm.fused_linear_gated_gelu(x, weight, block_m=16, block_n=16, block_k=16, group=2, wide=wide)
     assert relative_error(got, torch_ops.gated_gelu(torch_ops.linear(x, weight))) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "side"), [(40, 40, 28), (28, 28, 28), (20, 31, 14), (44, 8, 14), (9, 12, 14), (14, 28, 14)]
+)
+def test_resize_equals_pillow(height: int, width: int, side: int) -> None:
+    generator = torch.Generator().manual_seed(height)
+    images = torch.randint(0, 256, (2, height, width, 3), dtype=torch.uint8, generator=generator)
+    levels = torch.randn(256, generator=generator)
+    resized = PilBilinearResize(side, side)
+    out = torch.full((2, 2, 3, side, side), torch.nan)
+    resized.to_levels(images, levels, out[:, 1])
+    assert torch.equal(out[:, 1], levels[resized(images).long()])
+    assert out[:, 0].isnan().all()
+
+
+@pytest.mark.parametrize("columns_first", [False, True])
+def test_resize_in_either_order(columns_first: bool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randint(0, 256, (2, 40, 33, 3), dtype=torch.uint8, generator=generator)
+    levels, out = torch.arange(256, dtype=torch.int32), torch.full((2, 3, 11, 14), -1, dtype=torch.int32)
+    taps = (resize._device_taps(33, 14, CPU), resize._device_taps(40, 11, CPU))
+    triton_resize.resize_to_levels(images, *taps, (0, 0), columns_first, levels, out)
+    planes = images.permute(0, 3, 1, 2).contiguous()
+    assert torch.equal(out, resize.resample(planes, 11, 14, columns_first).int())
