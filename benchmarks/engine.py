@@ -72,7 +72,7 @@ def stage_times(engine: Engine, batch: int, num_steps: int, prompt: int) -> dict
     # The residual stream is overwritten, so each run starts from a copy; the copy's time is part of the stage.
     stages = {
         "vision": lambda: embed_images(kernels, weights, pixels),
-        "prefix": lambda: fill_cache(kernels, weights, tables.rotary, embedded.clone(), lengths, cache),
+        "prefix": lambda: fill_cache(kernels, weights, tables, embedded.clone(), lengths, cache),
         "prefix_value": lambda: fill_cache_and_value(kernels, weights, tables, embedded.clone(), lengths, cache, 2),
         "expert": lambda: [
             velocity(kernels, weights, tables.rotary, schedule, i, actions, lengths, cache) for i in range(num_steps)

@@ -39,6 +39,10 @@ class Kernels:
     vision_attention: Op
     denoise_update: Op
     expert_layer: Op
+    quantize_rows: Op
+    add_rms_norm_fp8: Op
+    linear_gated_gelu_fp8: Op
+    linear_fp8: Op
 
 
 OPERATIONS: tuple[str, ...] = tuple(f.name for f in fields(Kernels))
@@ -63,7 +67,9 @@ _MORE: dict[str, dict[str, dict[str, str] | set[str]]] = {
         "triton_suffix_linear": {"suffix_linear"},
         "triton_gated_gemm": {"linear_gated_gelu"},
         "triton_expert": {"expert_layer"},
+        "triton_fp8": {"quantize_rows", "add_rms_norm_fp8", "linear_gated_gelu_fp8"},
     },
+    "scaled_mm": {"scaled_mm": {"linear_fp8", "linear_gated_gelu_fp8"}},
     "flash": {"flash": {"attention": "attention", "suffix_attention": "attention", "vision_attention": "vision_attention"}},
     "cudnn": {"flash": {"attention": "attention_cudnn", "vision_attention": "vision_attention_cudnn"}},
     "cublaslt": {"triton_activations": {"linear_gelu": "linear_gelu_epilogue"}},

@@ -8,12 +8,26 @@ these functions, because a value that is rounded at other places is a different 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 _HALF_LOG_2PI = 0.5 * math.log(2.0 * math.pi)
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+"""Largest finite value of :data:`FP8`."""
+FP8_FLOOR = 1e-12
+"""Smallest magnitude that a row is scaled by, so that a row of zeros stays zeros."""
+
+
+class Quantized(NamedTuple):
+    """A matrix in 8 bits: row i is ``values[i] * scale[i]``. values FP8 [M, K], scale float32 [M, 1]."""
+
+    values: Tensor
+    scale: Tensor
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -34,6 +48,28 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 def linear_gated_gelu(x: Tensor, weight: Tensor) -> Tensor:
     """:func:`gated_gelu` of ``x @ weight.T``: x [M, K], weight [2F, K] -> [M, F]."""
     return gated_gelu(linear(x, weight))
+
+
+def quantize_rows(x: Tensor) -> Quantized:
+    """Each row [M, K] scaled so that its largest magnitude becomes 448, then rounded to the nearest FP8 value."""
+    top = x.float().abs().amax(dim=1, keepdim=True).clamp_min(FP8_FLOOR)
+    return Quantized((x.float() * (FP8_MAX / top)).to(FP8), top * (1.0 / FP8_MAX))
+
+
+def linear_fp8(x: Quantized, weight: Quantized, dtype: torch.dtype) -> Tensor:
+    """:func:`linear` of two quantised matrices: x [M, K], weight [N, K] -> [M, N], products summed in float32, rounded once."""
+    product = F.linear(x.values.float(), weight.values.float())
+    return (product * x.scale * weight.scale.T).to(dtype)
+
+
+def linear_gated_gelu_fp8(x: Quantized, weight: Quantized, dtype: torch.dtype) -> Quantized:
+    """:func:`linear_gated_gelu` of quantised matrices, its result in ``dtype`` quantised again: [M, K], [2F, K] -> [M, F]."""
+    return quantize_rows(gated_gelu(linear_fp8(x, weight, dtype)))
+
+
+def add_rms_norm_fp8(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> Quantized:
+    """:func:`add_rms_norm` with a quantised result."""
+    return quantize_rows(add_rms_norm(x, y, weight, eps))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from rlinf_phyai.kernels import torch_ops
+
 
 def missing_device(device: torch.device, capability: int = 0, need: str = "") -> str | None:
     """Why ``device`` is no CUDA device of at least compute capability ``capability``.0, or None (also in the interpreter).
@@ -26,6 +28,14 @@ def missing_device(device: torch.device, capability: int = 0, need: str = "") ->
 def unsupported_reason(device: torch.device) -> str | None:
     """Why Triton kernels cannot run on ``device``, or None. They need a CUDA device of capability 8.0, or the interpreter."""
     return missing_device(device, 8, "Triton kernels need compute capability 8.0 (bfloat16)")
+
+
+def new_quantized(rows: int, columns: int, device: torch.device) -> torch_ops.Quantized:
+    """Uninitialised memory for a quantised matrix."""
+    return torch_ops.Quantized(
+        torch.empty(rows, columns, dtype=torch_ops.FP8, device=device),
+        torch.empty(rows, 1, dtype=torch.float32, device=device),
+    )
 
 
 @lru_cache(maxsize=16)
@@ -50,3 +60,10 @@ def gelu_tanh(x):
     """tanh-GELU in float32: ``x * sigmoid(2u)`` equals ``x/2 * (1 + tanh u)`` and does not cancel for negative x."""
     u = 0.7978845608028654 * (x + 0.044715 * x * x * x)
     return x / (1.0 + tl.exp(-2.0 * u))
+
+
+@triton.jit
+def fp8_scaling(row):
+    """Factor that brings the largest magnitude of a row to FP8's 448, and the scale that undoes it."""
+    top = tl.maximum(tl.max(tl.abs(row), 0), 1e-12)
+    return tl.div_rn(448.0, top), top * (1.0 / 448.0)

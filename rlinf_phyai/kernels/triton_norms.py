@@ -11,13 +11,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlinf_phyai.kernels.triton_common import multiprocessors, rounded, unsupported_reason
+from rlinf_phyai.kernels.torch_ops import Quantized
+from rlinf_phyai.kernels.triton_common import fp8_scaling, multiprocessors, new_quantized, rounded, unsupported_reason
 
 __all__ = [
     "ada_rms_norm",
     "add_ada_rms_norm",
     "add_layer_norm",
     "add_rms_norm",
+    "add_rms_norm_fp8",
     "layer_norm",
     "rms_norm",
     "unsupported_reason",
@@ -29,8 +31,9 @@ _PROGRAMS_PER_SM = 16
 
 @triton.jit
 def _rms_kernel(
-    x_ptr, y_ptr, gate_ptr, scale_ptr, shift_ptr, out_ptr, rows, eps,
+    x_ptr, y_ptr, gate_ptr, scale_ptr, shift_ptr, out_ptr, row_scale_ptr, rows, eps,
     D: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, GATE: tl.constexpr, SHIFT: tl.constexpr,
+    QUANTIZE: tl.constexpr,
 ):  # fmt: skip
     columns = tl.arange(0, BLOCK)
     inside = columns < D
@@ -52,7 +55,12 @@ def _rms_kernel(
         normed = x * tl.math.rsqrt(tl.sum(x * x, 0) / D + eps) * factor
         if SHIFT:
             normed += shift
-        tl.store(out_ptr + here, normed.to(dtype), mask=inside)
+        if QUANTIZE:
+            normed = rounded(normed, dtype)
+            factor_fp8, row_scale = fp8_scaling(normed)
+            normed *= factor_fp8
+            tl.store(row_scale_ptr + row, row_scale)
+        tl.store(out_ptr + here, normed.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -82,13 +90,17 @@ def _geometry(x: Tensor) -> tuple[int, int, int, int]:
     return x.numel() // width, width, block, min(max(block // 512, 1), 16)
 
 
-def _rms(x: Tensor, y: Tensor | None, gate: Tensor | None, scale: Tensor, shift: Tensor | None, eps: float) -> Tensor:
+def _rms(
+    x: Tensor, y: Tensor | None, gate: Tensor | None, scale: Tensor, shift: Tensor | None, eps: float,
+    quantized: Quantized | None = None,
+) -> Tensor:  # fmt: skip
     rows, width, block, warps = _geometry(x)
-    out = x.new_empty(x.shape)
+    out, row_scale = quantized or (x.new_empty(x.shape), scale)
     grid = (min(rows, multiprocessors(x.device) * _PROGRAMS_PER_SM),)
     _rms_kernel[grid](
         x, y if y is not None else x, gate if gate is not None else x, scale, shift if shift is not None else scale, out,
-        rows, eps, D=width, BLOCK=block, ADD=y is not None, GATE=gate is not None, SHIFT=shift is not None, num_warps=warps,
+        row_scale, rows, eps, D=width, BLOCK=block, ADD=y is not None, GATE=gate is not None, SHIFT=shift is not None,
+        QUANTIZE=quantized is not None, num_warps=warps,
         enable_fp_fusion=False,  # a fused multiply-add would skip the rounding of y * gate
     )  # fmt: skip
     return out
@@ -122,6 +134,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See :func:`rlinf_phyai.kernels.torch_ops.add_rms_norm`; updates x in place."""
     return _rms(x, y, None, weight, None, eps)
+
+
+def add_rms_norm_fp8(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> Quantized:
+    """See :func:`rlinf_phyai.kernels.torch_ops.add_rms_norm_fp8`; updates x in place."""
+    out = new_quantized(x.shape[0], x.shape[1], x.device)
+    _rms(x, y, None, weight, None, eps, out)
+    return out
 
 
 def ada_rms_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:

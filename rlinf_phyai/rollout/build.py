@@ -100,6 +100,7 @@ def build_policy(
                 noise_method=config.noise_method,
                 noise_std_range=tuple(config.noise_logvar_range),
                 weights=cfg.runner.get("ckpt_path"),
+                prefix_precision=options.get("prefix_precision"),
             ),
             config=EngineConfig(
                 device=DeviceConfig(target=str(device), params_dtype=params_dtype(options.get("params_dtype"), device)),

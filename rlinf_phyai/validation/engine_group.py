@@ -15,6 +15,7 @@ OPTIONS = (
     "kernel_policy",
     "use_cuda_graph",
     "params_dtype",
+    "prefix_precision",
     "value_source",
     "actor_prefix",
     "actor_prefix_cache_gib",
@@ -24,6 +25,7 @@ OPTIONS = (
 )
 FLAGS = ("use_cuda_graph", "progress")
 PARAMS_DTYPES = ("bfloat16", "bf16", "float32", "fp32")
+FP32_DTYPES = PARAMS_DTYPES[2:]
 VALUE_SOURCES = ("rollout", "actor")
 ACTOR_PREFIXES = ("auto", "fused", "real_tokens", "dense")
 SELF_CHECKS = ("off", "warn", "stop")
@@ -159,6 +161,22 @@ def params_dtype(s: Settings) -> Iterator[Problem]:
         )
 
 
+def prefix_precision(s: Settings) -> Iterator[Problem]:
+    """FP8 for the prefix's MLPs, whose results are bfloat16."""
+    key = f"{GROUP}.prefix_precision"
+    value = s.get(key)
+    if value not in (None, "fp8"):
+        yield Problem(key, show(value), "null (as params_dtype) or fp8", f"set {key}: null")
+    elif value == "fp8" and s.get(f"{GROUP}.params_dtype") in FP32_DTYPES:
+        yield Problem(
+            key,
+            "'fp8'",
+            f"null, or fp8 together with {GROUP}.params_dtype: bfloat16",
+            f"set {key}: null",
+            "FP8 products are rounded to bfloat16, in a float32 model they would be its only coarse part",
+        )
+
+
 def switches(s: Settings) -> Iterator[Problem]:
     """Switches of the group are true or false."""
     for name in FLAGS:
@@ -192,6 +210,7 @@ CHECKS = (
     actor_prefix,
     actor_prefix_cache,
     params_dtype,
+    prefix_precision,
     switches,
     cuda_graphs_off,
 )

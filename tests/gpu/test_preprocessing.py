@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlinf_phyai.models.pi05.processor import NormStats, PI05Processor, ProcessorOptions
-from rlinf_phyai.models.pi05.resize import PilBilinearResize
+from rlinf_phyai.models.pi05.resize import PilBilinearResize, runs_triton
 from rlinf_phyai.models.pi05.tiny import train_tokenizer
 from rlinf_phyai.models.pi05.tokenizer import PromptTokenizer
 
@@ -42,6 +42,21 @@ def test_the_resize_equals_pillow(height: int, width: int) -> None:
     images = torch.randint(0, 256, (2, height, width, 3), dtype=torch.uint8, generator=generator)
     wanted = PilBilinearResize(224, 224, use_pillow=True)(images)
     assert torch.equal(PilBilinearResize(224, 224)(images.cuda()).cpu(), wanted)
+    if runs_triton(torch.device("cuda")):
+        levels, out = torch.randn(256, device="cuda"), torch.full((2, 3, 224, 224), torch.nan, device="cuda")
+        PilBilinearResize(224, 224).to_levels(images.cuda(), levels, out)
+        assert torch.equal(out, levels[wanted.cuda().long()])
+
+
+@pytest.mark.parametrize("sizes", [[(256, 256), (256, 256)], [(256, 256), (480, 640)], [(224, 224)]], ids=str)
+def test_pixels_equal_those_of_the_cpu(processors, sizes: list[tuple[int, int]]) -> None:
+    gpu, cpu = processors
+    generator = torch.Generator().manual_seed(2)
+    cameras = [torch.randint(0, 256, (3, *size, 3), dtype=torch.uint8, generator=generator) for size in sizes]
+    assert torch.equal(gpu.pixel_values(cameras).cpu(), cpu.pixel_values(cameras))
+    # a view whose rows are not contiguous, and images that are on the GPU already
+    views = [images.cuda()[:, :, :, [2, 1, 0]].transpose(1, 2) for images in cameras]
+    assert torch.equal(gpu.pixel_values(views).cpu(), cpu.pixel_values([view.cpu() for view in views]))
 
 
 def test_pixels_states_and_actions_equal_those_of_the_cpu(processors) -> None:

@@ -7,6 +7,7 @@ import torch
 
 from rlinf_phyai.errors import PhyaiError
 from rlinf_phyai.kernels import Kernels
+from rlinf_phyai.models.pi05 import fp8
 from rlinf_phyai.models.pi05.checkpoint import LoadReport, canonical_name
 from rlinf_phyai.models.pi05.configuration import PI05Config
 from rlinf_phyai.models.pi05.loading import load_checkpoint
@@ -34,7 +35,11 @@ class PI05Model:
             raise TypeError(f"the pi05 plugin needs PI05Args; found {type(args).__name__}.")
         self.args = args
         self.config = PI05Config.from_checkpoint(args.checkpoint_dir).with_overrides(**args.overrides())
-        check_memory(self.config, args.max_batch_size, device, params_dtype)
+        fp8_prefix = args.prefix_precision == "fp8"
+        reason = fp8.unsupported_reason(self.config, device, params_dtype) if fp8_prefix else None
+        if reason:
+            raise PhyaiError(f"prefix_precision 'fp8' cannot be used: {reason}, or leave prefix_precision at None.")
+        check_memory(self.config, args.max_batch_size, device, params_dtype, fp8_prefix)
         self.weights = PI05Weights(self.config, device, params_dtype)
         self.load_report: LoadReport = load_checkpoint(self.weights, args.checkpoint_dir, args.weights, progress)
         positions = self.config.num_cameras * self.config.vision.num_tokens + self.config.tokenizer_max_length
@@ -43,13 +48,16 @@ class PI05Model:
             self.weights,
             max_positions=positions + self.config.action_horizon,
             masked_cameras=self.config.critic_after_vlm and self.config.num_cameras > 1,
+            fp8_prefix=fp8_prefix,
         )
         generator = torch.Generator(device=device)
         generator.manual_seed(seed)
         self.scheduler = PI05Scheduler(kernels, self.weights, self.tables, args.max_batch_size, generator)
 
 
-def estimate_bytes(config: PI05Config, max_batch_size: int, params_dtype: torch.dtype) -> dict[str, int]:
+def estimate_bytes(
+    config: PI05Config, max_batch_size: int, params_dtype: torch.dtype, fp8_prefix: bool = False
+) -> dict[str, int]:
     """Bytes of the parameters and of the largest step (residual stream, MLP intermediate, key-value cache, pixels)."""
     weights = PI05Weights(config, torch.device("meta"), params_dtype).num_bytes
     size = torch.empty(0, dtype=params_dtype).element_size()
@@ -58,10 +66,14 @@ def estimate_bytes(config: PI05Config, max_batch_size: int, params_dtype: torch.
     mlp = max_batch_size * tokens * (3 * c.mlp_dim + 6 * c.width) * size
     cache = 2 * c.depth * max_batch_size * (tokens + config.action_horizon) * c.num_kv_heads * c.head_dim * size
     pixels = max_batch_size * config.num_cameras * 3 * config.vision.image_size**2 * 4 * 2
+    if fp8_prefix:
+        weights += fp8.num_bytes(config)
     return {"weights": weights, "activations": mlp + pixels, "cache": cache}
 
 
-def check_memory(config: PI05Config, max_batch_size: int, device: torch.device, params_dtype: torch.dtype) -> None:
+def check_memory(
+    config: PI05Config, max_batch_size: int, device: torch.device, params_dtype: torch.dtype, fp8_prefix: bool = False
+) -> None:
     """Refuses a model that cannot fit before anything is allocated.
 
     Raises:
@@ -69,7 +81,7 @@ def check_memory(config: PI05Config, max_batch_size: int, device: torch.device, 
     """
     if device.type != "cuda":
         return
-    parts = estimate_bytes(config, max_batch_size, params_dtype)
+    parts = estimate_bytes(config, max_batch_size, params_dtype, fp8_prefix)
     free, total = torch.cuda.mem_get_info(device)
     if sum(parts.values()) > free:
         gib = {name: f"{value / 2**30:.1f} GiB" for name, value in parts.items()}

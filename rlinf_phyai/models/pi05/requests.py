@@ -13,6 +13,8 @@ from torch import Tensor
 from rlinf_phyai.errors import RequestError
 from rlinf_phyai.models.pi05.configuration import PI05Config
 
+PREFIX_PRECISIONS = (None, "fp8")
+
 
 @dataclass(frozen=True)
 class PI05Args:
@@ -28,6 +30,8 @@ class PI05Args:
         chunk_critic_input: critic after the expert pools the first ``action_chunk`` outputs only.
         noise_method, noise_std_range: noise of ``rollout_step``, see :class:`PI05Config`.
         weights: ``.pt`` state dict loaded on top of the checkpoint, any subset of the parameters.
+        prefix_precision: ``"fp8"`` multiplies the prefix's MLPs in FP8 (Hopper GPUs; emulated on a CPU), a model that differs a
+            little more from the actor's; None leaves them in the parameters' type.
     """
 
     checkpoint_dir: str | Path
@@ -44,8 +48,13 @@ class PI05Args:
     noise_method: str | None = None
     noise_std_range: tuple[float, float] | None = None
     weights: str | Path | None = None
+    prefix_precision: str | None = None
 
     def __post_init__(self) -> None:
+        if self.prefix_precision not in PREFIX_PRECISIONS:
+            raise RequestError(
+                f"PI05Args.prefix_precision is {self.prefix_precision!r}; allowed: None (as params_dtype) or 'fp8'."
+            )
         if type(self.max_batch_size) is not int or self.max_batch_size < 1:
             raise RequestError(
                 f"PI05Args.max_batch_size is {self.max_batch_size!r}; it must be an integer of at least 1."

@@ -206,5 +206,5 @@ class PI05Scheduler:
             return cache, fill_cache_and_value(
                 self.kernels, self.weights, self.tables, x, buffers.lengths, cache, shape.cameras
             )
-        fill_cache(self.kernels, self.weights, self.tables.rotary, x, buffers.lengths, cache)
+        fill_cache(self.kernels, self.weights, self.tables, x, buffers.lengths, cache)
         return cache, None

@@ -42,7 +42,7 @@ def stage_programs(scheduler: PI05Scheduler, request: CheckedRequest, run: RunPr
         prompt = embed_prompt(weights, buffers.input_ids)
         x = torch.cat((images.view(shape.batch, -1, images.shape[-1]), prompt), dim=1)
         cache = KeyValueCache(config, shape.batch, x.shape[1], weights.device, weights.params_dtype)
-        fill_cache(kernels, weights, tables.rotary, x, buffers.lengths, cache)
+        fill_cache(kernels, weights, tables, x, buffers.lengths, cache)
         return cache
 
     cache: KeyValueCache = add("prefix", prefix)

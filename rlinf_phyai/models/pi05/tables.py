@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rlinf_phyai.kernels import Kernels
 from rlinf_phyai.models.pi05.configuration import GemmaConfig
+from rlinf_phyai.models.pi05.fp8 import Fp8Prefix
 from rlinf_phyai.models.pi05.vision import embed_images
 from rlinf_phyai.models.pi05.weights import PI05Weights
 
@@ -71,10 +72,14 @@ class RotaryTable:
 
 
 class DerivedTables:
-    """Denoise schedules by number of steps (bounded), the masked camera's tokens, the rotary table."""
+    """Denoise schedules by number of steps (bounded), the masked camera's tokens, the rotary table, and with ``fp8_prefix`` the
+    prefix MLPs in FP8."""
 
-    def __init__(self, kernels: Kernels, weights: PI05Weights, max_positions: int, masked_cameras: bool) -> None:
+    def __init__(
+        self, kernels: Kernels, weights: PI05Weights, max_positions: int, masked_cameras: bool, fp8_prefix: bool = False
+    ) -> None:
         self._kernels, self._weights = kernels, weights
+        self.fp8_prefix = Fp8Prefix(kernels, weights) if fp8_prefix else None
         self._schedules: OrderedDict[int, DenoiseSchedule] = OrderedDict()
         self.rotary = RotaryTable(weights.config.prefix, max_positions, weights.device, weights.params_dtype)
         c = weights.config.vision
@@ -106,6 +111,8 @@ class DerivedTables:
             schedule.refresh(self._weights)
         if self.masked_tokens is not None:
             self._refresh_masked(self.masked_tokens)
+        if self.fp8_prefix is not None:
+            self.fp8_prefix.refresh()
 
     def _refresh_masked(self, tokens: Tensor) -> None:
         """A whole vision tower, most of a commit's time; RL rarely trains it, so it runs only after a write to it."""

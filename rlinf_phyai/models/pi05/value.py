@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlinf_phyai.kernels import Kernels
 from rlinf_phyai.models.pi05.cache import KeyValueCache
-from rlinf_phyai.models.pi05.prefix import embed_prompt
+from rlinf_phyai.models.pi05.prefix import embed_prompt, mlp
 from rlinf_phyai.models.pi05.tables import DerivedTables
 from rlinf_phyai.models.pi05.weights import PI05Weights
 
@@ -88,8 +88,7 @@ def fill_cache_and_value(
         y = torch.empty_like(rows)
         torch.mm(attended.reshape(main, -1), layer.o.t(), out=y[:main])
         y[main:].view(batch, -1, width).copy_(kernels.linear(heads, layer.o)[:, None])
-        h = kernels.add_rms_norm(rows, y, norms[2 * i + 1], c.norm_eps)
-        y = kernels.linear(kernels.linear_gated_gelu(h, layer.gate_up), layer.down)
+        y = mlp(kernels, weights, tables, i, rows, y)
         h = kernels.add_rms_norm(rows, y, norms[2 * i + 2], c.norm_eps)
     pooled = _pool(config.value_mode, h[:main].view(batch, length, width), h[main:], lengths, padding, valid)
     return critic(weights, pooled)[:, None]

@@ -14,6 +14,7 @@ from rlinf_phyai.kernels import (
     torch_ops,
     triton_attention,
     triton_expert,
+    triton_fp8,
     triton_gated_gemm,
     triton_resize,
     triton_suffix_linear,
@@ -114,3 +115,37 @@ def test_resize_in_either_order(columns_first: bool) -> None:
     triton_resize.resize_to_levels(images, *taps, (0, 0), columns_first, levels, out)
     planes = images.permute(0, 3, 1, 2).contiguous()
     assert torch.equal(out, resize.resample(planes, 11, 14, columns_first).int())
+
+
+@pytest.fixture
+def half_precision_as_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter rounds to FP8 wrongly where the mantissa carries over, so float16 stands in for it."""
+    monkeypatch.setattr(torch_ops, "FP8", torch.float16)
+
+
+@pytest.mark.usefixtures("half_precision_as_fp8")
+@pytest.mark.parametrize("width", [24, 48, 64])
+def test_rows_to_fp8(width: int) -> None:
+    d = Draw(TINY, "cpu", torch.float16)
+    x, y, weight, gate_up = d(7, width), d(7, width), d.f32(width), d(7, 2 * width, scale=3.0)
+    x[3], y[3] = 0, 0
+    ours, theirs = x.clone(), x.clone()
+    for got, want in (
+        (triton_fp8.quantize_rows(x), torch_ops.quantize_rows(x)),
+        (triton_fp8.add_rms_norm_fp8(ours, y, weight, 1e-6), torch_ops.add_rms_norm_fp8(theirs, y, weight, 1e-6)),
+        (triton_fp8.gated_gelu_fp8(gate_up), torch_ops.quantize_rows(torch_ops.gated_gelu(gate_up))),
+    ):
+        assert relative_error(got.scale, want.scale) < 1e-3
+        assert relative_error(got.values * got.scale, want.values * want.scale) < 1e-3
+        assert got.values.abs().amax(dim=1).sub(448)[got.scale[:, 0] > 1e-10].abs().max() <= 0.25
+    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("wide", [True, False])
+def test_gated_gemm_of_quantized_rows(wide: bool) -> None:
+    d = Draw(TINY, "cpu", torch.float32)
+    x, weight = torch_ops.quantize_rows(d(40, 64)), torch_ops.quantize_rows(d(96, 64, scale=0.125))
+    got = triton_gated_gemm.fused_linear_gated_gelu_fp8(
+        x, weight, torch.float32, block_m=16, block_n=16, block_k=32, group=2, wide=wide
+    )
+    assert relative_error(got, torch_ops.gated_gelu(torch_ops.linear_fp8(x, weight, torch.float32))) < 1e-6

@@ -469,6 +469,13 @@ ERRORS = [
     change_one("actor_prefix_cache", f"{ENGINE}.actor_prefix_cache_gib", -1, "at least 0"),
     change_one("actor_prefix_cache", f"{ENGINE}.actor_prefix_cache_gib", "all", "a number of GiB"),
     change_one("params_dtype", f"{ENGINE}.params_dtype", "fp8", "bfloat16, bf16, float32 or fp32"),
+    change_one("prefix_precision", f"{ENGINE}.prefix_precision", "int8", "null (as params_dtype) or fp8"),
+    Case(
+        "prefix_precision",
+        f"{ENGINE}.prefix_precision",
+        {f"{ENGINE}.prefix_precision": "fp8", f"{ENGINE}.params_dtype": "fp32"},
+        (f"fp8 together with {ENGINE}.params_dtype: bfloat16", "rounded to bfloat16"),
+    ),
     change_one("switches", f"{ENGINE}.use_cuda_graph", "auto", "true or false"),
     change_one("kernel_policy", f"{ENGINE}.kernel_policy", "no_such_policy", "'no_such_policy'", "unknown"),
     change_one("kernel_policy", f"{ENGINE}.kernel_policy", "/no/such/policy.yaml", "does not exist"),

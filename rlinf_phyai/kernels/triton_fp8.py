@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows to FP8 without a pass of their own: inside the norm, inside the gated GELU, and for weights.
+
+Reference and rounding rules: :mod:`rlinf_phyai.kernels.torch_ops`. Needs compute capability 9.0, whose tensor cores multiply FP8
+at twice the rate of bfloat16.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rlinf_phyai.kernels.torch_ops import Quantized
+from rlinf_phyai.kernels.triton_common import fp8_scaling, gelu_tanh, missing_device, new_quantized, rounded
+from rlinf_phyai.kernels.triton_gated_gemm import fused_linear_gated_gelu_fp8
+from rlinf_phyai.kernels.triton_norms import add_rms_norm_fp8
+
+__all__ = ["add_rms_norm_fp8", "gated_gelu_fp8", "linear_gated_gelu_fp8", "quantize_rows", "unsupported_reason"]
+
+
+def unsupported_reason(device: torch.device) -> str | None:
+    """Why FP8 kernels cannot run on ``device``, or None."""
+    return missing_device(device, 9, "FP8 products need compute capability 9.0 (Hopper)")
+
+
+@triton.jit
+def _quantize_kernel(x_ptr, out_ptr, scale_ptr, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < width
+    x = tl.load(x_ptr + row * width + columns, mask=inside, other=0.0).to(tl.float32)
+    factor, scale = fp8_scaling(x)
+    tl.store(out_ptr + row * width + columns, (x * factor).to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(scale_ptr + row, scale)
+
+
+@triton.jit
+def _gated_gelu_fp8_kernel(gate_up_ptr, out_ptr, scale_ptr, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < width
+    dtype = gate_up_ptr.dtype.element_ty
+    start = gate_up_ptr + row * (2 * width)
+    gate = tl.load(start + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(start + width + columns, mask=inside, other=0.0).to(tl.float32)
+    product = rounded(rounded(gelu_tanh(gate), dtype) * up, dtype)
+    factor, scale = fp8_scaling(product)
+    tl.store(out_ptr + row * width + columns, (product * factor).to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(scale_ptr + row, scale)
+
+
+def _geometry(width: int) -> tuple[int, int]:
+    """Block and warps for a whole row: 32 elements a thread at most."""
+    block = triton.next_power_of_2(width)
+    return block, min(max(block // 1024, 1), 16)
+
+
+def quantize_rows(x: Tensor) -> Quantized:
+    """See :func:`rlinf_phyai.kernels.torch_ops.quantize_rows`."""
+    rows, width = x.shape
+    out = new_quantized(rows, width, x.device)
+    block, warps = _geometry(width)
+    _quantize_kernel[(rows,)](x, *out, width, BLOCK=block, num_warps=warps)
+    return out
+
+
+def gated_gelu_fp8(gate_up: Tensor) -> Quantized:
+    """Gated GELU [M, 2F] -> [M, F], quantised: one read of the input, one write of a quarter of its size."""
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = new_quantized(rows, width, gate_up.device)
+    block, warps = _geometry(width)
+    _gated_gelu_fp8_kernel[(rows,)](gate_up, *out, width, BLOCK=block, num_warps=warps)
+    return out
+
+
+def linear_gated_gelu_fp8(x: Quantized, weight: Quantized, dtype: torch.dtype) -> Quantized:
+    """See :func:`rlinf_phyai.kernels.torch_ops.linear_gated_gelu_fp8`: product and activation in one kernel, then rows to FP8."""
+    return quantize_rows(fused_linear_gated_gelu_fp8(x, weight, dtype))
