@@ -9,6 +9,7 @@ Every figure is one call with log-probs, no value, N denoise steps, 2 cameras co
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
 import time
 from pathlib import Path
@@ -32,6 +33,7 @@ from benchmarks.common import (
 from benchmarks.flops import stage_flops
 from benchmarks.inputs import make_observations
 from rlinf_phyai.engine import DeviceConfig, Engine, EngineArgs, EngineConfig, RuntimeConfig
+from rlinf_phyai.engine.kernel_policy import load_kernel_policy
 from rlinf_phyai.models.pi05 import PI05Args
 from rlinf_phyai.models.pi05.cache import KeyValueCache
 from rlinf_phyai.models.pi05.expert import velocity
@@ -41,13 +43,24 @@ from rlinf_phyai.models.pi05.value import fill_cache_and_value
 from rlinf_phyai.models.pi05.vision import embed_images
 
 
-def build_engine(checkpoint: Path, max_batch: int, policy: str | None, graphs: bool = True) -> Engine:
+def build_engine(
+    checkpoint: Path,
+    max_batch: int,
+    policy: str | Path | None,
+    graphs: bool = True,
+    prefix_precision: str | None = None,
+) -> Engine:
     """An engine on the checkpoint, as the rollout worker builds it."""
     return Engine(
         EngineArgs(
             plugin="pi05",
             plugin_args=PI05Args(
-                checkpoint, max_batch_size=max_batch, capture_rollout=True, num_steps=3, value_mode="mean_token"
+                checkpoint,
+                max_batch_size=max_batch,
+                capture_rollout=True,
+                num_steps=3,
+                value_mode="mean_token",
+                prefix_precision=prefix_precision,
             ),
             config=EngineConfig(
                 DeviceConfig("cuda", torch.bfloat16),
@@ -55,6 +68,25 @@ def build_engine(checkpoint: Path, max_batch: int, policy: str | None, graphs: b
             ),
         )
     )
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """The options that choose the engine's kernels; :func:`chosen_policy` reads them."""
+    parser.add_argument("--policy", default="rlinf_bf16", help="kernel policy of the engine")
+    parser.add_argument(
+        "--override", action="append", default=[], metavar="OPERATION=BACKEND", help="changes one entry of the policy"
+    )
+    parser.add_argument("--prefix-precision", choices=["fp8"], help="see PI05Args")
+
+
+def chosen_policy(args: argparse.Namespace, scratch: Path) -> str | Path:
+    """The policy, or with overrides a file in ``scratch`` that holds it with the changes."""
+    if not args.override:
+        return str(args.policy)
+    operations = load_kernel_policy(args.policy).operations | dict(pair.split("=") for pair in args.override)
+    file = scratch / "policy.yaml"
+    file.write_text(json.dumps({"name": " ".join([args.policy, *args.override]), "operations": operations}))
+    return file
 
 
 def stage_times(engine: Engine, batch: int, num_steps: int, prompt: int) -> dict[str, float]:
@@ -86,7 +118,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", default="1,2,4,8,16,32,64")
     parser.add_argument("--contenders", default="phyai,eager", help="of phyai, eager, compile")
-    parser.add_argument("--policy", default="rlinf_bf16", help="kernel policy of the engine")
+    add_engine_options(parser)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--stage-batches", default="1,8,32")
     parser.add_argument("--compile-batches", default="32")
@@ -96,7 +128,8 @@ def main() -> None:
     batches = [int(b) for b in args.batches.split(",")]
     contenders = args.contenders.split(",")
     result: dict[str, Any] = {
-        "policy": args.policy,
+        "policy": " ".join([args.policy, *args.override]),
+        "prefix_precision": args.prefix_precision,
         "denoise_steps": args.steps,
         "horizon": 10,
         "cameras": 2,
@@ -117,10 +150,8 @@ def main() -> None:
                 torch.cuda.empty_cache()
             else:
                 save_actor(actor, checkpoint)
-        rows = run(args, batches, contenders, checkpoint, actor, result)
-    result["rows"] = rows
-    write_json(args.output, result)
-    show(rows, contenders, result)
+        run(args, batches, contenders, checkpoint, chosen_policy(args, Path(scratch)), actor, result)
+    show(result["rows"], contenders, result)
 
 
 def run(
@@ -128,15 +159,18 @@ def run(
     batches: list[int],
     contenders: list[str],
     checkpoint: Path,
+    policy: str | Path,
     actor: Any,
     result: dict[str, Any],
-) -> list[dict[str, Any]]:
+) -> None:
+    """Measures the contenders one after the other and writes the result after each."""
     rows: list[dict[str, Any]] = [{"batch": batch} for batch in batches]
+    result["rows"] = rows
     if "phyai" in contenders:
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         begin = time.time()
-        engine = build_engine(checkpoint, max(batches), args.policy)
+        engine = build_engine(checkpoint, max(batches), policy, prefix_precision=args.prefix_precision)
         torch.cuda.synchronize()
         result["start_seconds"] = time.time() - begin
         result["kernels"] = engine.kernel_backends
@@ -154,12 +188,14 @@ def run(
             }
         engine.close()
         del engine
+        write_json(args.output, result)
     if "eager" in contenders:
         for row in tqdm(rows, desc="actor, eager"):
             observation = make_observations(row["batch"], args.steps).openpi()
             row["eager"] = time_ms(
                 lambda o=observation: actor.sample_actions(o, mode="train", compute_values=False), 7, 2
             )
+        write_json(args.output, result)
     if "compile" in contenders:
         actor.enable_torch_compile(mode="max-autotune-no-cudagraphs")
         chosen = {int(b) for b in args.compile_batches.split(",")}
@@ -168,7 +204,7 @@ def run(
             row["compile"] = time_ms(
                 lambda o=observation: actor.sample_actions(o, mode="train", compute_values=False), 7, 2
             )
-    return rows
+            write_json(args.output, result)
 
 
 def show(rows: list[dict[str, Any]], contenders: list[str], result: dict[str, Any]) -> None:

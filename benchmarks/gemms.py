@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """GEMM study: what limits the prefix and vision products, and what other routes give.
 
-python benchmarks/gemms.py [--parts shapes,fused,rows,split,lt] [--out benchmarks/results/gemms.json]
+python benchmarks/gemms.py [--parts shapes,fused,fp8,rows,split,lt] [--out benchmarks/results/gemms.json]
 
 * shapes: every product of prefix and vision, cuBLAS and cuBLASLt.
 * fused: gate|up with the gated GELU inside (own kernel) against product + activation.
+* fp8: the prefix MLP's products on quantised rows, their activation and quantisation, and the accuracy of the sums.
+* split: products in two calls where the last wave of tiles is nearly empty, against one call.
 * rows: does padding or splitting the rows help (wave quantisation)?
 * lt: best of cuBLASLt's candidates against its first.
 """
@@ -33,9 +35,9 @@ VISION_GEMMS = {"v.qkv": (3456, 1152), "v.out": (1152, 1152), "v.fc1": (4304, 11
 records: list[dict[str, Any]] = []
 
 
-def rand(*shape: int, scale: float = 1.0) -> Tensor:
-    """Random bf16 GPU tensor."""
-    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16) * scale
+def rand(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Random GPU tensor."""
+    return torch.randn(*shape, device="cuda", dtype=dtype) * scale
 
 
 def report(part: str, name: str, rows: int, flops: float, calls: list[Callable[[], object]], **more: Any) -> float:
@@ -118,20 +120,84 @@ def part_rows() -> None:
             report("rows", name, rows, 2.0 * rows * n * k, [lambda x=x, w=w: F.linear(x, w) for x, w in pairs])
 
 
-def part_split() -> None:
-    """``down`` at B=32 in two calls, so that the first one fills whole waves of 132 tiles."""
-    n, k = PREFIX_GEMMS["down"]
-    rows = 32 * PREFIX
-    pairs = operands(rows, n, k)
-    out = rand(rows, n)
-    flops = 2.0 * rows * n * k
-    for head in (rows, 16896, 16384, 8448, rows // 2):
+FUSED_FP8 = (
+    {"block_k": 128, "stages": 3, "group": 16},
+    {"block_k": 128, "stages": 4, "group": 16},
+    {"block_k": 128, "stages": 4, "group": 8},
+    {"block_k": 64, "stages": 4, "group": 16},
+)
 
-        def run(x: Tensor, w: Tensor, head: int = head) -> None:
-            for part, target in zip(x.split(head), out.split(head), strict=True):
-                torch.mm(part, w.t(), out=target)
 
-        report("split", f"down, chunks of {head}", rows, flops, [lambda x=x, w=w, run=run: run(x, w) for x, w in pairs])
+def part_fp8(batches: list[int]) -> None:
+    """Products of the prefix MLP in FP8 and everything that it adds; ``error`` is against the same FP8 values in float32."""
+    from rlinf_phyai.kernels import scaled_mm, torch_ops, triton_fp8
+    from rlinf_phyai.kernels import triton_activations as activations
+    from rlinf_phyai.kernels.triton_gated_gemm import fused_linear_gated_gelu_fp8 as fused
+
+    bf16 = torch.bfloat16
+    for batch in batches:
+        rows = batch * PREFIX
+        for name in ("gate_up", "down"):
+            n, k = PREFIX_GEMMS[name]
+            flops = 2.0 * rows * n * k
+            pairs = [tuple(map(torch_ops.quantize_rows, pair)) for pair in operands(rows, n, k)]
+            x, w = pairs[0]
+            want = torch_ops.linear_fp8(torch_ops.Quantized(x.values[:512], x.scale[:512]), w, bf16).double()
+            for fast in (True, False):
+                error = float((scaled_mm.linear_fp8(x, w, bf16, fast)[:512].double() - want).norm() / want.norm())
+                calls = [lambda x=x, w=w, fast=fast: scaled_mm.linear_fp8(x, w, bf16, fast) for x, w in pairs]
+                label = f"{name}, {'fast' if fast else 'full'} sums"
+                report("fp8", label, rows, flops, calls, error=error)
+            plain = [lambda x=x, w=w: F.linear(x, w) for x, w in operands(rows, n, k)]
+            report("fp8", f"{name}, bf16", rows, flops, plain)
+            if name == "down":
+                continue
+            calls = [lambda x=x, w=w: scaled_mm.linear_gated_gelu_fp8(x, w, bf16) for x, w in pairs]
+            report("fp8", "gate_up, then gelu to fp8", rows, flops, calls)
+            want = torch_ops.gated_gelu(scaled_mm.linear_fp8(x, w, bf16)).double()
+            for options in FUSED_FP8:
+                error = None
+                try:
+                    got = fused(x, w, bf16, **options).double()
+                    error = float((got - want).norm() / want.norm())
+                except Exception as problem:  # timed below, where the failure is recorded
+                    print(f"  {options}: {problem!r}"[:200], flush=True)
+                calls = [lambda x=x, w=w, o=options: fused(x, w, bf16, **o) for x, w in pairs]
+                report("fp8", "gate_up with gelu in it", rows, flops, calls, error=error, **options)
+        hidden, width = PREFIX_GEMMS["gate_up"][0] // 2, PREFIX_GEMMS["gate_up"][1]
+        copies = range(max(2, min(8, (400 << 20) // (rows * hidden * 4))))
+        gate_ups = [rand(rows, 2 * hidden) for _ in copies]
+        report("fp8", "gelu to bf16", rows, 0, [lambda g=g: activations.gated_gelu(g) for g in gate_ups])
+        hs = [g[:, :hidden].contiguous() for g in gate_ups]
+        for warps, registers in ((8, None), (16, None), (16, 64), (32, None), (32, 32)):
+            bound: dict[str, Any] = {"warps": warps, "registers": registers}
+            calls = [lambda g=g, b=bound: triton_fp8.gated_gelu_fp8(g, **b) for g in gate_ups]
+            report("fp8", "gelu to fp8", rows, 0, calls, **bound)
+            calls = [lambda h=h, b=bound: triton_fp8.quantize_rows(h, **b) for h in hs]
+            report("fp8", "rows to fp8", rows, 0, calls, **bound)
+        norms = [(rand(rows, width), rand(rows, width), rand(width, dtype=torch.float32)) for _ in range(8)]
+        report("fp8", "norm to fp8", rows, 0, [lambda p=p: triton_fp8.add_rms_norm_fp8(*p, 1e-6) for p in norms])
+
+
+def part_split(batches: list[int]) -> None:
+    """The prefix's plain products with and without the split of ``split_linear``; ``same`` is the share of equal bits."""
+    from rlinf_phyai.kernels import split_linear
+    from rlinf_phyai.kernels.triton_common import multiprocessors
+
+    for batch in batches:
+        for name in ("down", "qkv", "o"):
+            n, k = PREFIX_GEMMS[name]
+            rows = batch * PREFIX
+            head = split_linear.whole_waves(rows, n, multiprocessors(torch.device("cuda")))
+            if head == rows:
+                continue
+            pairs = operands(rows, n, k)
+            flops = 2.0 * rows * n * k
+            same = float((split_linear.linear(*pairs[0]) == F.linear(*pairs[0])).double().mean())
+            for _ in range(2):  # twice, alternating: the difference must exceed the spread
+                report("split", f"{name}, one call", rows, flops, [lambda x=x, w=w: F.linear(x, w) for x, w in pairs])
+                calls = [lambda x=x, w=w: split_linear.linear(x, w) for x, w in pairs]
+                report("split", f"{name}, {head} + {rows - head}", rows, flops, calls, same=same)
 
 
 def part_lt(batches: list[int]) -> None:
@@ -163,7 +229,7 @@ def part_lt(batches: list[int]) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Runs the chosen parts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default="shapes,fused,rows,split,lt")
+    parser.add_argument("--parts", default="shapes,fused,fp8,rows,split,lt")
     parser.add_argument("--batches", default="1,8,32")
     parser.add_argument("--out", type=Path, default=RESULTS / "gemms.json")
     options = parser.parse_args(arguments)
@@ -174,8 +240,8 @@ def main(arguments: list[str] | None = None) -> int:
         f"matmul {ceilings.matmul:.0f} TFLOP/s burst, {ceilings.matmul_sustained:.0f} sustained, copy {ceilings.copy:.2f} TB/s"
     )
     parts: dict[str, Callable[[], None]] = {
-        "shapes": lambda: part_shapes(batches), "fused": lambda: part_fused(batches), "rows": part_rows, "split": part_split,
-        "lt": lambda: part_lt(batches),
+        "shapes": lambda: part_shapes(batches), "fused": lambda: part_fused(batches), "fp8": lambda: part_fp8(batches),
+        "rows": part_rows, "split": lambda: part_split(batches), "lt": lambda: part_lt(batches),
     }  # fmt: skip
     for name in options.parts.split(","):
         try:

@@ -70,7 +70,43 @@ def prefix_cases(batch: int) -> Iterator[Case]:
         yield Case("linear", f"prefix {name} B={batch}", make, 2 * (rows * (n + k) + n * k), 2 * rows * n * k)
     yield Case("rope_cache", f"prefix B={batch}", lambda: rope_inputs(batch, PREFIX, None), 2 * x * 2560 / 2048)
     flops = 4 * batch * 8 * PREFIX**2 * 256
-    yield Case("attention", f"prefix B={batch}", lambda: attention_inputs(batch, PREFIX, PREFIX), 2.5 * x, flops)
+    inputs = lambda: attention_inputs(batch, PREFIX, PREFIX)  # noqa: E731
+    yield Case("attention", f"prefix B={batch}", inputs, 2.5 * x, flops, attention_tiles())
+
+
+def attention_tiles() -> dict[str, Callable[..., Any]]:
+    """Other row blocks, key blocks, splits and warps than the default's 128 x 64, 1, 8."""
+    from rlinf_phyai.kernels.triton_attention import _run
+
+    chosen = (
+        (64, 64, 1, 4),
+        (64, 64, 1, 8),
+        (64, 32, 1, 4),
+        (32, 64, 1, 4),
+        (64, 64, 2, 4),
+        (128, 64, 2, 8),
+        (128, 128, 1, 8),
+    )
+    return {
+        f"{m}x{n} s{splits} w{warps}": lambda q, k, v, lengths, scale, t=(m, n, splits, warps): _run(
+            q, k, v, lengths, scale, *t
+        )
+        for m, n, splits, warps in chosen
+    }
+
+
+def vision_tiles() -> dict[str, Callable[..., Any]]:
+    """Row block, key block, warps and stages of the kernel for odd head widths."""
+    from rlinf_phyai.kernels.triton_vision_attention import vision_attention
+
+    chosen = (
+        (64, 128, 4, 2), (64, 256, 4, 2), (64, 64, 4, 3), (128, 64, 4, 2), (128, 64, 8, 2), (128, 128, 4, 2), (128, 128, 8, 2),
+        (128, 256, 8, 1), (256, 64, 8, 2),
+    )  # fmt: skip
+    return {
+        f"{m}x{n} w{warps} s{stages}": lambda qkv, scale, t=(m, n, warps, stages): vision_attention(qkv, scale, *t)
+        for m, n, warps, stages in chosen
+    }
 
 
 def rope_inputs(batch: int, length: int, start: int | None) -> tuple[Any, ...]:
@@ -125,7 +161,7 @@ def vision_cases(batch: int) -> Iterator[Case]:
     fc1 = lambda: (rand(rows, width), rand(hidden, width, scale=width**-0.5), rand(hidden))  # noqa: E731
     yield Case("linear_gelu", f"vision fc1 B={batch}", fc1, 2 * (rows + hidden) * width, 2 * rows * hidden * width)
     attend = lambda: (rand(images, 256, 3, 16, 72), 72**-0.5)  # noqa: E731
-    yield Case("vision_attention", f"vision B={batch}", attend, 4 * x, 4 * images * 16 * 256 * 256 * 72)
+    yield Case("vision_attention", f"vision B={batch}", attend, 4 * x, 4 * images * 16 * 256 * 256 * 72, vision_tiles())
 
 
 def clone(inputs: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -23,7 +23,7 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.common import RESULTS, random_actor, save_actor, write_json
-from benchmarks.engine import build_engine
+from benchmarks.engine import add_engine_options, build_engine, chosen_policy
 from benchmarks.inputs import Observations, make_observations
 from rlinf_phyai.engine import Engine
 
@@ -76,6 +76,7 @@ def gaps(chains: Tensor, q: Tensor, p: Tensor, mean: Tensor, std: Tensor, noise:
         "abs_gap_max": gap.abs().max().item(),
         "chunk_weight_mean": chunk.exp().mean().item(),
         "chunk_abs_gap_mean": chunk.abs().mean().item(),
+        "effective_sample_size": (chunk.exp().sum().square() / (2 * chunk).exp().sum() / chunk.numel()).item(),
         "kl_per_chunk": (0.5 * shift.square()).sum(dim=(1, 2)).mean().item(),
         "shift_per_dim": shift.abs().mean(dim=(0, 1)).tolist(),
     }
@@ -126,29 +127,44 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", default="1,8,32")
     parser.add_argument("--steps", default="0,2", help="stochastic steps to measure")
-    parser.add_argument("--policy", default="rlinf_bf16")
+    add_engine_options(parser)
     parser.add_argument("--output", type=Path, default=RESULTS / "parity.json")
     args = parser.parse_args()
     batches = [int(b) for b in args.batches.split(",")]
     actor = random_actor()
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as scratch:
         save_actor(actor, Path(scratch))
-        engine = build_engine(Path(scratch), max(batches), args.policy)
+        policy = chosen_policy(args, Path(scratch))
+        engine, eager = (
+            build_engine(Path(scratch), max(batches), policy, graphs, args.prefix_precision) for graphs in (True, False)
+        )
         rows = [measure(engine, actor, batch, int(step)) for batch in batches for step in args.steps.split(",")]
-        eager = build_engine(Path(scratch), max(batches), args.policy, graphs=False)
         checks = {f"graph_equals_eager_B{b}": digest(engine, b) == digest(eager, b) for b in batches}
         checks["digest"] = digest(engine, batches[-1])  # compare over two processes
         checks["alone_vs_batch"] = batch_dependence(engine, max(batches))
-    write_json(args.output, {"policy": args.policy, "rows": rows, "checks": checks})
+    engine_options = {"policy": engine.kernel_policy.name, "prefix_precision": args.prefix_precision}
+    write_json(args.output, {**engine_options, "rows": rows, "checks": checks})
     table = Table(title="rollout score q against the actor's training-mode score p")
-    for column in ("B", "step", "who", "|p-q| mean", "max", "KL/chunk", "w mean", "value gap", "|dmu|/sigma per dim"):
+    for column in (
+        "B",
+        "step",
+        "who",
+        "|p-q| mean",
+        "max",
+        "KL/chunk",
+        "w mean",
+        "ESS",
+        "value gap",
+        "|dmu|/sigma per dim",
+    ):
         table.add_column(column, justify="right")
     for row in rows:
         for who in ("phyai", "actor_rollout"):
             f = row[who]
             table.add_row(
                 str(row["batch"]), str(row["step"]), who, f"{f['abs_gap_mean']:.4f}", f"{f['abs_gap_max']:.3f}",
-                f"{f['kl_per_chunk']:.2e}", f"{f['chunk_weight_mean']:.3f}", f"{f['value_gap_max']:.4f}",
+                f"{f['kl_per_chunk']:.2e}", f"{f['chunk_weight_mean']:.3f}", f"{f['effective_sample_size']:.4f}",
+                f"{f['value_gap_max']:.4f}",
                 " ".join(f"{x:.3f}" for x in f["shift_per_dim"]),
             )  # fmt: skip
     console = Console(width=150)

@@ -27,7 +27,7 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.common import RESULTS, copy_bandwidth_tbs, random_actor, save_actor, write_json
-from benchmarks.engine import build_engine
+from benchmarks.engine import add_engine_options, build_engine, chosen_policy
 from benchmarks.inputs import make_observations
 from rlinf_phyai.actor.worker import UNUSED_BY_ACTIONS
 from rlinf_phyai.engine import Engine
@@ -158,7 +158,7 @@ def add_runs(arguments: list[str], output: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--policy", default="rlinf_bf16")
+    add_engine_options(parser)
     parser.add_argument("--syncers", default="", help="of bucket, patch")
     parser.add_argument(
         "--runs", nargs="+", metavar="NAME=DIR", help="read the timers of finished runs; measure nothing"
@@ -172,7 +172,8 @@ def main() -> None:
     actor = random_actor()
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as scratch:
         save_actor(actor, Path(scratch))
-        engine = build_engine(Path(scratch), 8, args.policy)
+        policy = chosen_policy(args, Path(scratch))
+        engine = build_engine(Path(scratch), 8, policy, prefix_precision=args.prefix_precision)
     request = make_observations(8).request(compute_value=True)
     engine.rollout_step(request)
     graphs = {key: id(graph.graph) for key, graph in engine.captured_graphs().items()}
@@ -206,7 +207,9 @@ def main() -> None:
         "same_graphs": graphs == {key: id(graph.graph) for key, graph in engine.captured_graphs().items()},
         "same_pointers": pointers == {name: view.data_ptr() for name, view in engine.state_dict().items()},
     }
-    write_json(args.output, {"copy_tbs": rate, "rows": rows, "checks": unchanged})
+    write_json(
+        args.output, {"prefix_precision": args.prefix_precision, "copy_tbs": rate, "rows": rows, "checks": unchanged}
+    )
     table = Table(title=f"weight update, copy rate {rate:.2f} TB/s")
     for column in ("what", "GB", "ms", "floor ms", "extra MiB"):
         table.add_column(column, justify="right")

@@ -65,5 +65,5 @@ def gelu_tanh(x):
 @triton.jit
 def fp8_scaling(row):
     """Factor that brings the largest magnitude of a row to FP8's 448, and the scale that undoes it."""
-    top = tl.maximum(tl.max(tl.abs(row), 0), 1e-12)
+    top = tl.maximum(tl.max(tl.abs(row), 0).to(tl.float32), 1e-12)
     return tl.div_rn(448.0, top), top * (1.0 / 448.0)

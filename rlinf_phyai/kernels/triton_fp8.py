@@ -45,33 +45,32 @@ def _gated_gelu_fp8_kernel(gate_up_ptr, out_ptr, scale_ptr, width, BLOCK: tl.con
     start = gate_up_ptr + row * (2 * width)
     gate = tl.load(start + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(start + width + columns, mask=inside, other=0.0).to(tl.float32)
-    product = rounded(rounded(gelu_tanh(gate), dtype) * up, dtype)
+    product = (rounded(gelu_tanh(gate), dtype) * up).to(dtype)  # kept in 16 bits until the row's maximum is known
     factor, scale = fp8_scaling(product)
-    tl.store(out_ptr + row * width + columns, (product * factor).to(out_ptr.dtype.element_ty), mask=inside)
+    quantized = (product.to(tl.float32) * factor).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * width + columns, quantized, mask=inside)
     tl.store(scale_ptr + row, scale)
 
 
-def _geometry(width: int) -> tuple[int, int]:
-    """Block and warps for a whole row: 32 elements a thread at most."""
+def _geometry(width: int, warps: int) -> dict[str, int]:
+    """Block for a whole row, and at most ``warps`` warps."""
     block = triton.next_power_of_2(width)
-    return block, min(max(block // 1024, 1), 16)
+    return {"BLOCK": block, "num_warps": min(max(block // 512, 1), warps)}
 
 
-def quantize_rows(x: Tensor) -> Quantized:
-    """See :func:`rlinf_phyai.kernels.torch_ops.quantize_rows`."""
+def quantize_rows(x: Tensor, warps: int = 16, registers: int | None = 64) -> Quantized:
+    """See :func:`rlinf_phyai.kernels.torch_ops.quantize_rows`. The options bound what a program takes: two must fit a multiprocessor."""
     rows, width = x.shape
     out = new_quantized(rows, width, x.device)
-    block, warps = _geometry(width)
-    _quantize_kernel[(rows,)](x, *out, width, BLOCK=block, num_warps=warps)
+    _quantize_kernel[(rows,)](x, *out, width, **_geometry(width, warps), maxnreg=registers)
     return out
 
 
-def gated_gelu_fp8(gate_up: Tensor) -> Quantized:
+def gated_gelu_fp8(gate_up: Tensor, warps: int = 16, registers: int | None = 64) -> Quantized:
     """Gated GELU [M, 2F] -> [M, F], quantised: one read of the input, one write of a quarter of its size."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = new_quantized(rows, width, gate_up.device)
-    block, warps = _geometry(width)
-    _gated_gelu_fp8_kernel[(rows,)](gate_up, *out, width, BLOCK=block, num_warps=warps)
+    _gated_gelu_fp8_kernel[(rows,)](gate_up, *out, width, **_geometry(width, warps), maxnreg=registers)
     return out
 
 

@@ -134,3 +134,13 @@ def test_masked_slots_may_hold_anything(backend: str) -> None:
     for b, length in enumerate(lengths.tolist()):
         k[b, length:], v[b, length:] = 1e4, 1e4
     assert relative_error(kernel(q, k, v, lengths, scale), want) < 1e-2
+
+
+@pytest.mark.parametrize("rows", [536, 4288, 17152])
+def test_split_products(rows: int) -> None:
+    from rlinf_phyai.kernels import split_linear
+
+    d = Draw(TINY, "cuda", torch.bfloat16)
+    x, weight, bias = d(rows, 512), d(2048, 512, scale=512**-0.5), d(2048)
+    assert relative_error(split_linear.linear(x, weight), torch_ops.linear(x, weight)) < 1e-2
+    assert torch.equal(split_linear.linear(x, weight, bias), torch_ops.linear(x, weight, bias))
