@@ -304,6 +304,7 @@ class Engine:
             begin, graphs = time.perf_counter(), len(self._graphs)
             self._free_working_memory(self._model)
             copied = self._host_copy.save()
+            self._model.tables.release()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
             logger.info(
@@ -326,6 +327,13 @@ class Engine:
                 return
             begin = time.perf_counter()
             self._host_copy.restore()
+            assert self._model is not None
+            try:
+                self._model.tables.refresh()
+            except torch.OutOfMemoryError:
+                self._model.tables.release()
+                self._host_copy.save()
+                raise
             note = "; graphs are captured again on first use" if self._use_graphs else ""
             logger.info("engine: reloaded in %.2f s%s", time.perf_counter() - begin, note)
 

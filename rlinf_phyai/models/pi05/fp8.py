@@ -43,6 +43,7 @@ class Fp8Prefix:
             )
             for source in self._sources
         ]
+        self._sizes = [tensor.untyped_storage().nbytes() for tensor in self._tensors()]
         self._quantized: list[int] | None = None
         gate_up, down = ([Quantized(*parts) for parts in zip(*copy, strict=True)] for copy in self._copies)
         self.layers: list[Fp8Mlp] = [Fp8Mlp(*pair) for pair in zip(gate_up, down, strict=True)]
@@ -52,12 +53,23 @@ class Fp8Prefix:
         counters = [source._version for source in self._sources]
         if counters == self._quantized:
             return
+        for tensor, size in zip(self._tensors(), self._sizes, strict=True):
+            tensor.untyped_storage().resize_(size)  # nothing happens unless it was released
         for source, copy in zip(self._sources, self._copies, strict=True):
             for weight, values, scale in zip(source, *copy, strict=True):
                 quantized = self._kernels.quantize_rows(weight)
                 values.copy_(quantized.values)
                 scale.copy_(quantized.scale)
         self._quantized = counters
+
+    def release(self) -> None:
+        """Gives the memory back; the next refresh takes it again and quantises anew."""
+        for tensor in self._tensors():
+            tensor.untyped_storage().resize_(0)
+        self._quantized = None
+
+    def _tensors(self) -> list[Tensor]:
+        return [tensor for copy in self._copies for tensor in copy]
 
 
 def num_bytes(config: PI05Config) -> int:

@@ -114,6 +114,11 @@ class DerivedTables:
         if self.fp8_prefix is not None:
             self.fp8_prefix.refresh()
 
+    def release(self) -> None:
+        """Gives large tables' memory back until the next :meth:`refresh`."""
+        if self.fp8_prefix is not None:
+            self.fp8_prefix.release()
+
     def _refresh_masked(self, tokens: Tensor) -> None:
         """A whole vision tower, most of a commit's time; RL rarely trains it, so it runs only after a write to it."""
         source = self._weights.vision_counters()

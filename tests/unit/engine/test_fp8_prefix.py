@@ -138,6 +138,23 @@ def test_an_update_of_other_parameters_does_not_quantise_again(
         assert len(calls) == expected
 
 
+def test_offloading_releases_the_copies(make_engine: MakeEngine, wide: Path, options: dict[str, Any]) -> None:
+    engine = make_engine(wide, **options)
+    before = everything(engine)
+    assert engine._model is not None
+    prefix = engine._model.tables.fp8_prefix
+    assert prefix is not None
+    engine.offload()
+    assert not any(
+        tensor.untyped_storage().nbytes()
+        for layer in prefix.layers
+        for q in (layer.gate_up, layer.down)
+        for tensor in q
+    )
+    engine.reload()
+    assert_same_bits(everything(engine), before)
+
+
 def test_what_cannot_run_is_refused(make_engine: MakeEngine, checkpoint: Path) -> None:
     with pytest.raises(RequestError, match="prefix_precision is 'int8'; allowed: None"):
         PI05Args(checkpoint, 1, prefix_precision="int8")
