@@ -11,6 +11,7 @@ from rlinf_phyai.validation.settings import Settings
 
 PLACEMENT = "cluster.component_placement"
 SYNCERS = ("bucket", "patch")
+COMPRESSIONS = ("none", "nvcomp_lz4")
 FSDP_STRATEGIES = ("fsdp", "fsdp2")
 FP32_NAMES = ("fp32", "32", "32-true", 32)
 MIXED_PRECISION = tuple(
@@ -150,6 +151,21 @@ def patch_initial_sync(s: Settings) -> Iterator[Problem]:
         )
 
 
+def patch_compression(s: Settings) -> Iterator[Problem]:
+    """RLinf ignores a compression that it does not know; the one that it knows needs NVIDIA's package and a GPU transport."""
+    if not s.trains or s.no_gpu or s.get("weight_syncer.type") != "patch":
+        return
+    name = "compression_algorithm" if s.has("weight_syncer.patch.compression_algorithm") else "compression"
+    key = f"weight_syncer.patch.{name}"
+    value = s.get(key, "none")
+    if value not in COMPRESSIONS:
+        fix = did_you_mean(str(value), COMPRESSIONS) or f"set {key}: none"
+        yield Problem(key, show(value), one_of(COMPRESSIONS), fix, "RLinf would send uncompressed patches")
+    elif value != "none" and not str(s.get("weight_syncer.patch.transport_device", "cuda")).startswith("cuda"):
+        found = f"{show(value)} with transport_device {show(s.get('weight_syncer.patch.transport_device'))}"
+        yield Problem(key, found, "none where patches travel through the host", f"set {key}: none")
+
+
 def precision(s: Settings) -> Iterator[Problem]:
     """The actor must keep PI0.5's own mix of precisions."""
     if not s.trains:
@@ -168,5 +184,6 @@ CHECKS = (
     weight_syncer,
     bucket_options,
     patch_initial_sync,
+    patch_compression,
     precision,
 )

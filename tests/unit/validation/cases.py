@@ -338,6 +338,23 @@ ERRORS = [
         {"weight_syncer": {"type": "patch", "patch": {"init_sync": {"enabled": False}}}},
         ("false",),
     ),
+    Case(
+        "patch_compression",
+        "weight_syncer.patch.compression_algorithm",
+        {"weight_syncer": {"type": "patch", "patch": {"init_sync": {"enabled": True}, "compression_algorithm": "lz4"}}},
+        ("'lz4'", "none or nvcomp_lz4", "uncompressed"),
+    ),
+    Case(
+        "patch_compression",
+        "weight_syncer.patch.compression",
+        {
+            "weight_syncer": {
+                "type": "patch",
+                "patch": {"init_sync": {"enabled": True}, "compression": "nvcomp_lz4", "transport_device": "cpu"},
+            }
+        },
+        ("'nvcomp_lz4' with transport_device 'cpu'", "through the host"),
+    ),
     Case("precision", f"{MODEL}.precision", {f"{MODEL}.precision": "bf16"}, ("'bf16'", "allowed: null", "log-probs")),
     change_one("precision", "actor.fsdp_config.mixed_precision.param_dtype", "bf16", "'bf16'", "allowed: null"),
     # -- batches
