@@ -86,9 +86,14 @@ def test_two_correct_sides_pass(run, tmp_path, capsys):
     [
         ["+noise=flow_noise"],
         ["actor.model.openpi.noise_method=flow_cps", "+actor.model.openpi.ignore_last=True"],
-        ["actor.model.openpi.value_after_vlm=False", "+actor.model.openpi.chunk_critic_input=True"],
+        [
+            "actor.model.openpi.value_after_vlm=False",
+            "+actor.model.openpi.chunk_critic_input=True",
+            "actor.model.openpi.detach_critic_input=True",
+        ],
+        ["+actor.model.openpi.discrete_state_input=True", "+actor.model.openpi.noise_anneal=True"],
     ],
-    ids=["flow_noise", "flow_cps", "critic_after_the_expert"],
+    ids=["flow_noise", "flow_cps", "critic_after_the_expert", "state_in_the_prompt_and_annealing"],
 )
 def test_other_samplers_and_critics_pass(overrides, run, base_overrides, repository):
     """Engine, rescoring and the FSDP actor's update agree, the noise head is sent like every weight, and a bonus on its entropy
