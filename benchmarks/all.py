@@ -145,6 +145,7 @@ PARTS: dict[str, Part] = {
     "fp8_fused": engine("engine_fp8_fused", *OWN, *FP8, *SOME, "--override", "linear_gated_gelu_fp8=triton"),
     "split": engine("engine_split", *OWN, "--batches", "8,16,32,64", "--stage-batches", "32", "--override", "linear=split"),
     "vision": engine("engine_vision", *OWN, *SOME, "--override", "vision_attention=triton"),
+    "attention": engine("engine_attention", *OWN, *SOME, "--override", "attention=tma"),
     "predict": Part(("benchmarks.predict",), 120, predict_figures, "predict"),
     "parity": Part(("benchmarks.parity",), 150, parity_figures, "parity"),
     "parity_again": Part(("benchmarks.parity", "--batches", "32"), 120, parity_figures, "parity_again"),

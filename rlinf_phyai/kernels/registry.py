@@ -70,6 +70,7 @@ _MORE: dict[str, dict[str, dict[str, str] | set[str]]] = {
         "triton_expert": {"expert_layer"},
         "triton_fp8": {"quantize_rows", "add_rms_norm_fp8", "linear_gated_gelu_fp8"},
     },
+    "tma": {"triton_prefix_attention": {"attention"}},
     "split": {"split_linear": {"linear"}},
     "scaled_mm": {"scaled_mm": {"linear_fp8", "linear_gated_gelu_fp8"}},
     "flash": {"flash": {"attention": "attention", "suffix_attention": "attention", "vision_attention": "vision_attention"}},

@@ -6,6 +6,8 @@ float16 stands in for bfloat16: the interpreter rounds it correctly, so places o
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -16,6 +18,7 @@ from rlinf_phyai.kernels import (
     triton_expert,
     triton_fp8,
     triton_gated_gemm,
+    triton_prefix_attention,
     triton_resize,
     triton_suffix_linear,
 )
@@ -61,6 +64,17 @@ def test_attention_ignores_masked_slots() -> None:
         k[b, length:], v[b, length:] = torch.nan, torch.nan
     for kernel in (triton_attention.attention, triton_attention.suffix_attention):
         assert relative_error(kernel(q, k, v, lengths, scale), want) < 1e-6
+
+
+def test_attention_in_whole_blocks_and_a_rest() -> None:
+    sizes = replace(TINY, head_dim=16, slots=70)
+    q, k, v, _, scale = OPERATIONS["attention"][1](Draw(sizes, "cpu", torch.float16))
+    lengths = torch.tensor([70, 32, 1], dtype=torch.int32)  # whole blocks and a rest, whole blocks only, a rest only
+    want = torch_ops.attention(q, k, v, lengths, scale)
+    for b, length in enumerate(lengths.tolist()):
+        k[b, length:], v[b, length:] = torch.nan, torch.nan
+    got = triton_prefix_attention.attention(q, k, v, lengths, scale, block_m=16, block_n=16)
+    assert relative_error(got, want) < 1e-3
 
 
 @pytest.mark.parametrize("dtype", TYPES)
