@@ -18,6 +18,8 @@ from torch import Tensor
 
 from rlinf_phyai.errors import CheckpointError
 
+TRANSFORMERS = "paligemma_with_expert."
+"""openpi's pair of transformers; the projections and the heads lie beside it."""
 EMBEDDING = "paligemma_with_expert.paligemma.model.language_model.embed_tokens.weight"
 LM_HEAD = "paligemma_with_expert.paligemma.lm_head.weight"
 EXPERT_LM_HEAD = "paligemma_with_expert.gemma_expert.lm_head.weight"
@@ -28,7 +30,7 @@ OPTIONAL_PARTS = {"critic": VALUE_HEAD, "noise head": NOISE_HEAD}
 """What reinforcement learning adds to the model; a checkpoint of supervised training holds none of it."""
 
 _ROOTS = (
-    "paligemma_with_expert.",
+    TRANSFORMERS,
     "action_in_proj.",
     "action_out_proj.",
     "time_mlp_in.",

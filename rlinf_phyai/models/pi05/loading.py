@@ -15,6 +15,7 @@ from rlinf_phyai.models.pi05.checkpoint import (
     EMBEDDING,
     LM_HEAD,
     OPTIONAL_PARTS,
+    TRANSFORMERS,
     LoadReport,
     add_shapes,
     canonical_name,
@@ -120,10 +121,25 @@ def write_tensors(
         view.copy_(tensor)
 
 
+@torch.no_grad()
+def round_transformers(weights: PI05Weights) -> None:
+    """Rounds the float32 parts of the two transformers to bfloat16 values, as openpi's loaders leave them.
+
+    Those cast the whole pair to bfloat16 after loading and only then return norms, patch and position embeddings to
+    float32 (``PaliGemmaWithExpertModel.to_bfloat16_for_selected_params``). Weights that come later, from ``ckpt_path`` or a
+    weight update, are not rounded there, nor here.
+    """
+    for name, view in weights.views.items():
+        if name.startswith(TRANSFORMERS) and view.dtype == torch.float32:
+            view.copy_(view.to(torch.bfloat16))
+
+
 def load_checkpoint(
     weights: PI05Weights, checkpoint_dir: str | Path, extra: str | Path | None, progress: bool
 ) -> LoadReport:
     """Loads a checkpoint directory and, on top of it, an optional ``.pt`` state dict (any subset of the parameters).
+
+    In bfloat16 the checkpoint is also rounded (:func:`round_transformers`).
 
     Raises:
         CheckpointError: see :func:`plan_load`; also unreadable files, and weights that hold NaN or infinity.
@@ -131,6 +147,8 @@ def load_checkpoint(
     where = f"checkpoint {checkpoint_dir}"
     report = plan_load(weights.views, tensor_shapes(checkpoint_dir), weights.is_optional, subset=False, where=where)
     write_tensors(weights.views, iterate_tensors(weight_files(checkpoint_dir)), report, progress, where)
+    if weights.params_dtype == torch.bfloat16:
+        round_transformers(weights)
     if extra is not None:
         where = f"weights file {extra}"
         state = load_state_file(extra)

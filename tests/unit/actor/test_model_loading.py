@@ -171,6 +171,33 @@ def test_state_dict_of_an_rlinf_run(small_sizes: None, with_heads: Path, tmp_pat
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
 
 
+@pytest.mark.parametrize("layout", ["safetensors", "RLinf run"])
+def test_the_engine_holds_what_the_actor_holds(
+    small_sizes: None, with_heads: Path, layout: str, tmp_path: Path
+) -> None:
+    """A float32 checkpoint: RLinf's loader rounds the transformers' norms too, though they are float32 in the end."""
+    from rlinf_phyai.models.pi05.configuration import PI05Config
+    from rlinf_phyai.models.pi05.loading import load_checkpoint
+    from rlinf_phyai.models.pi05.weights import PI05Weights
+
+    directory = Path(shutil.copytree(with_heads, tmp_path / "checkpoint"))
+    if layout == "RLinf run":
+        (directory / "model_state_dict").mkdir()
+        torch.save(load_file(directory / "model.safetensors"), directory / "model_state_dict" / "full_weights.pt")
+        (directory / "model.safetensors").unlink()
+    actor = ours(section(directory)).state_dict()
+    config = PI05Config.from_checkpoint(directory).with_overrides(value_mode="mean_token")
+    weights = PI05Weights(config, torch.device("cpu"), torch.bfloat16)
+    load_checkpoint(weights, directory, None, progress=False)
+    assert set(weights.views) == set(actor)
+    different = [
+        name
+        for name, view in weights.views.items()
+        if not view.is_meta and not (view.dtype == actor[name].dtype and torch.equal(view, actor[name]))
+    ]
+    assert different == []
+
+
 def changed(checkpoint: Path, target: Path, change: Any) -> Path:
     directory = Path(shutil.copytree(checkpoint, target))
     state = load_file(directory / "model.safetensors")
