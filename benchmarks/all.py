@@ -18,6 +18,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +30,9 @@ from benchmarks.common import RESULTS
 ROOT = Path(__file__).resolve().parents[1]
 Result = dict[str, Any]
 
+FP8 = ("--prefix-precision", "fp8")
+OWN = ("--contenders", "phyai")
+
 
 @dataclass(frozen=True)
 class Part:
@@ -39,16 +43,18 @@ class Part:
         seconds: time limit.
         figures: lines for the summary from the JSON that the process wrote.
         output: name of that JSON file; None where there is none.
+        checkpoint: takes the random checkpoint that the session makes once, instead of making its own.
     """
 
     arguments: tuple[str, ...]
     seconds: int
     figures: Callable[[Result], str] = lambda _: ""
     output: str | None = None
+    checkpoint: bool = False
 
 
 def engine(output: str, *arguments: str, seconds: int = 150) -> Part:
-    return Part(("benchmarks.engine", *arguments), seconds, engine_figures, output)
+    return Part(("benchmarks.engine", *arguments), seconds, engine_figures, output, OWN[1] in arguments)
 
 
 def engine_figures(result: Result) -> str:
@@ -134,8 +140,6 @@ def pytest_part(seconds: int, *arguments: str) -> Part:
     return Part(("pytest", "-q", "-p", "no:cacheprovider", *workers, *arguments), seconds)
 
 
-FP8 = ("--prefix-precision", "fp8")
-OWN = ("--contenders", "phyai")
 SOME = ("--batches", "1,8,32", "--stage-batches", "1,8,32")
 PARTS: dict[str, Part] = {
     "tests": pytest_part(240, "tests/gpu"),
@@ -169,11 +173,13 @@ _SHORT_OPTION = ("benchmarks.kernels", "benchmarks.gemms")
 """Benchmarks whose output option is ``--out``."""
 
 
-def run(part: Part, out: Path, log: Path, limit: float) -> tuple[str, float]:
+def run(part: Part, out: Path, log: Path, limit: float, checkpoint: Path) -> tuple[str, float]:
     """Runs a part; returns how it ended and its seconds."""
     command = [sys.executable, "-m", *part.arguments]
     if part.output is not None:
         command += ["--out" if part.arguments[0] in _SHORT_OPTION else "--output", str(out / f"{part.output}.json")]
+    if part.checkpoint and (checkpoint / "config.json").is_file():
+        command += ["--checkpoint", str(checkpoint)]
     begin = time.monotonic()
     with log.open("w") as file:
         process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
@@ -227,6 +233,18 @@ def main() -> int:
     logs = args.out.resolve() / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + args.budget
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as scratch:
+        if sum(PARTS[name].checkpoint for name in names) > 1:
+            make = "import sys; from rlinf_phyai.models.pi05.random_checkpoint import make_random_checkpoint as make"
+            subprocess.run(
+                [sys.executable, "-c", f"{make}; make(sys.argv[1], device='cuda')", scratch], cwd=ROOT, check=False
+            )
+        return session(args, names, end, Path(scratch))
+
+
+def session(args: argparse.Namespace, names: list[str], end: float, checkpoint: Path) -> int:
+    """Runs the parts and prints the summary; returns 1 when a part failed."""
+    logs = args.out.resolve() / "logs"
     table: list[str] = []
     failures = 0
     for name in names:
@@ -238,7 +256,7 @@ def main() -> int:
         out, log = args.out.resolve(), logs / f"{name}.txt"
         if part.output is not None:
             (out / f"{part.output}.json").unlink(missing_ok=True)  # or an old result would pass for a new one
-        status, seconds = run(part, out, log, min(part.seconds, left))
+        status, seconds = run(part, out, log, min(part.seconds, left), checkpoint)
         failures += status != "ok"
         print(f"{name}: {status}, {seconds:.0f} s", flush=True)
         table.append(f"== {name}: {status}, {seconds:.0f} s\n{summary(part, out, log, status)}")

@@ -125,12 +125,16 @@ def measure(policy: PhyaiPolicy, batch: int) -> dict[str, float]:
 
 
 def resize_is_exact() -> bool:
-    """GPU resize against Pillow for a handful of camera sizes."""
+    """Both GPU resizes against Pillow for a handful of camera sizes."""
+    levels = torch.arange(256, dtype=torch.float32, device="cuda")
     for height, width in ((256, 256), (480, 640), (128, 128), (225, 223), (640, 480)):
         images = torch.randint(0, 256, (2, height, width, 3), dtype=torch.uint8)
         wanted = PilBilinearResize(224, 224, use_pillow=True)(images)
-        if not torch.equal(PilBilinearResize(224, 224)(images.cuda()).cpu(), wanted):
-            return False
+        pixels = torch.empty(2, 3, 224, 224, device="cuda")
+        PilBilinearResize(224, 224).to_levels(images.cuda(), levels, pixels)
+        for found in (PilBilinearResize(224, 224)(images.cuda()), pixels.to(torch.uint8)):
+            if not torch.equal(found.cpu(), wanted):
+                return False
     return True
 
 
