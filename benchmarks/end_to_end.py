@@ -279,6 +279,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {
         "benchmark": "end_to_end",
         "shapes": sizes,
+        "recipe": recipe_sizes(args.config),
         "at_the_same_time": bool(args.gpus),
         "runs": [],
     }

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks import end_to_end
-from benchmarks.training_run import train
+from benchmarks.training_run import TrainingRun
 
 TINY = "libero_spatial_ppo_openpi_pi05_phyai_tiny"
 
@@ -115,12 +115,48 @@ def test_merge(tmp_path: Path) -> None:
         end_to_end.merge([a, other])
 
 
-def test_a_run_that_is_refused_says_why(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    """The real program, in its own process: what it said is in the record, and no time was measured."""
-    given = [f"actor.model.model_path={tiny_checkpoint}", "algorithm.recompute_logprobs=False"]
-    run = train("phyai", TINY, given, tmp_path / "logs", timeout_s=300)
-    assert (run.status, run.exit_code) == ("failed", 1)
-    record = end_to_end.summary(run, overlap=False)
+def test_a_run_that_is_refused_says_why(
+    monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The whole benchmark with the real program: what it said is in the record, and no time was measured."""
+    given = ["--checkpoint", str(tiny_checkpoint), "--config", TINY, "--backends", "phyai"]
+    folders = ["--out", str(tmp_path / "result.json"), "--logs", str(tmp_path / "logs")]
+    monkeypatch.setattr(sys, "argv", ["end_to_end", *given, *folders, "--", "algorithm.recompute_logprobs=False"])
+    with pytest.raises(SystemExit) as stopped:
+        end_to_end.main()
+    assert stopped.value.code == 1
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["recipe"]["samples"] == 4
+    (record,) = result["runs"]
+    assert (record["backend"], record["status"], record["exit_code"]) == ("phyai", "failed", 1)
     assert [record[name] for name in ("steps", "mean", "milestones")] == [[], {}, {}]
     assert any("algorithm.importance_sampling_fix" in line for line in record["last_lines"])
-    json.dumps(record)
+    assert "algorithm.importance_sampling_fix" in capsys.readouterr().out
+
+
+def test_tables_and_picture_of_merged_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From runs as they are read back to everything that the benchmark shows."""
+    sizes = {"samples_per_step": 192, "environments": 16, "rollout_epochs": 1}
+    recipe = {"environments": 64, "episodes": 512, "samples": 24576}
+    for backend, predict in (("phyai", 2.0), ("huggingface", 5.0)):
+        seconds = scalars(
+            step=[90.0, 37.0 + predict], generate=[80.0, 33.0 + predict], reset=[60.0, 26.0], simulate=[9.0, 7.0],
+            predict=[8.0, predict], advantages=[0.0, 0.0], training=[5.0, 2.0], sync=[2.0, 2.0],
+        )  # fmt: skip
+        seconds["env/success_once"] = [(0, 0.0), (1, 0.25)]
+        run = TrainingRun(backend, "ok", 0, 100.0, [], {"first_step": 60.0}, None, 80.5, seconds)
+        result = {"machine": {"gpu": "H"}, "shapes": sizes, "recipe": recipe, "runs": [end_to_end.summary(run, False)]}
+        (tmp_path / f"{backend}.json").write_text(json.dumps(result))
+    files = [str(tmp_path / f"{backend}.json") for backend in ("phyai", "huggingface")]
+    monkeypatch.setattr(sys, "argv", ["end_to_end", "--merge", *files, "--out", str(tmp_path / "both.json")])
+    end_to_end.main()
+    shown = capsys.readouterr().out
+    assert "phyai against stock: predict 2.50 times as fast" in shown
+    assert "whole step 1.08 times as fast" in shown  # 42 s against 39 s, the first step left out
+    assert "GPU memory peak 80.5 GiB" in shown
+    assert "simulators 33.00 s (85%)" in shown
+    assert f"{26 * 32 + 7 * 128 + 2 * 128 + 2 * 128 + 2:.0f} s = environment reset 832" in shown
+    assert (tmp_path / "both.png").read_bytes()[:4] == b"\x89PNG"
+    assert json.loads((tmp_path / "both.json").read_text())["machine"] == {"gpu": "H"}
