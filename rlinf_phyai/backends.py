@@ -27,6 +27,7 @@ class RolloutBackend:
     name: str
     rollout_worker: str
     actor_worker: str
+    env_worker: str = "rlinf.workers.env.env_worker:EnvWorker"
 
     def load_rollout_worker(self) -> type[Any]:
         """The rollout worker class.
@@ -39,6 +40,10 @@ class RolloutBackend:
     def load_actor_worker(self) -> type[Any]:
         """The actor worker class; raises like :meth:`load_rollout_worker`."""
         return self._load(self.actor_worker)
+
+    def load_env_worker(self) -> type[Any]:
+        """The environment worker class; raises like :meth:`load_rollout_worker`."""
+        return self._load(self.env_worker)
 
     def _load(self, path: str) -> type[Any]:
         module, _, name = path.partition(":")
@@ -55,6 +60,7 @@ PHYAI_BACKEND = RolloutBackend(
     name="phyai",
     rollout_worker="rlinf_phyai.rollout.worker:PhyaiRolloutWorker",
     actor_worker="rlinf_phyai.actor.worker:PhyaiActorWorker",
+    env_worker="rlinf_phyai.env.worker:PhyaiEnvWorker",
 )
 
 HUGGINGFACE_BACKEND = RolloutBackend(

@@ -13,10 +13,12 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from rlinf_phyai import backends, environment, plugin
+from rlinf_phyai.calls import CallLog
+from rlinf_phyai.cluster import ray_cluster
 from rlinf_phyai.errors import PhyaiError
+from rlinf_phyai.log_dir import claimed
 from rlinf_phyai.shutdown import Interrupted, RayGuard
 
-RLINF_ENV_WORKER = "rlinf.workers.env.env_worker:EnvWorker"
 _PATH_KEYS = (
     "runner.logger.log_path",
     "runner.ckpt_path",
@@ -28,18 +30,19 @@ _PATH_KEYS = (
 
 @contextmanager
 def worker_groups(
-    cfg: DictConfig, components: Iterable[str], env_worker: str = RLINF_ENV_WORKER
+    cfg: DictConfig, components: Iterable[str], env_worker: str | None = None
 ) -> Iterator[tuple[DictConfig, dict[str, Any]]]:
     """RLinf's worker groups of these components (``actor``, ``rollout``, ``env``), launched and confirmed.
 
     Args:
-        env_worker: class of the environment workers, as ``module:Class``.
+        env_worker: class of the environment workers, as ``module:Class``, instead of the backend's own.
 
     Yields:
         the config as RLinf completed it, and the groups by component. Leaving the block shuts Ray down.
 
     Raises:
-        PhyaiError: the config is refused, or a worker does not run what it should.
+        PhyaiError: the config is refused, the log folder or the Ray cluster cannot be used, a worker does not run what
+            it should, or a worker failed.
     """
     prepare()
     validate(cfg)  # first: it lists a wrong backend or a value that cannot be resolved with everything else
@@ -52,7 +55,8 @@ def worker_groups(
     from rlinf.scheduler import Cluster
     from rlinf.utils.placement import HybridComponentPlacement
 
-    with RayGuard() as guard:
+    log_path = cfg.runner.logger.log_path
+    with claimed(log_path), ray_cluster(cfg.cluster.num_nodes, say), RayGuard() as guard:
         cfg = validate_cfg(cfg)  # starts Ray
         guard.install()
         print_config(cfg)
@@ -67,17 +71,20 @@ def worker_groups(
                 )
             plugin.confirm([(groups[component], worker_class) for component, worker_class in classes.items()])
         running = ", ".join(f"{component} {worker_class.__name__}" for component, worker_class in classes.items())
+        guard.explain = CallLog(groups.values()).failures
         say(f"rollout backend {backend.name}; every worker confirmed: {running}")
         yield cfg, groups
 
 
-def _worker_class(backend: backends.RolloutBackend, component: str, env_worker: str) -> type[Any]:
+def _worker_class(backend: backends.RolloutBackend, component: str, env_worker: str | None) -> type[Any]:
     if component == "actor":
         return backend.load_actor_worker()
     if component == "rollout":
         return backend.load_rollout_worker()
-    module, _, name = env_worker.partition(":")
-    return getattr(importlib.import_module(module), name)
+    if env_worker is not None:
+        module, _, name = env_worker.partition(":")
+        return getattr(importlib.import_module(module), name)
+    return backend.load_env_worker()
 
 
 def prepare() -> None:

@@ -1,22 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RLinf's embodied runner with a sign of life while the workers start.
+"""RLinf's embodied runner with a sign of life while the workers start, and with checkpoints that are whole or absent.
 
 Loading a full-size model takes minutes in several processes at once; a run that says nothing meanwhile looks stuck.
 """
 
+import shutil
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from rlinf.runners.embodied_runner import EmbodiedRunner
 
+from rlinf_phyai import checkpoints
 from rlinf_phyai.checksum import require_equal
+from rlinf_phyai.launch import say
 
 
 class PhyaiRunner(EmbodiedRunner):
-    """Runs the same loop as RLinf's; after the first weight sync, actor and rollout must hold the same parameters."""
+    """Runs the same loop as RLinf's; after the first weight sync, actor and rollout must hold the same parameters.
 
+    Attributes:
+        checkpoint: the latest whole checkpoint to continue from: saved, or resumed from; None where there is none.
+    """
+
+    checkpoint: Path | None = None
     _weights_compared = False
 
     def update_rollout_weights(self) -> None:
@@ -40,6 +49,25 @@ class PhyaiRunner(EmbodiedRunner):
         """Start rollout, environment and actor workers as RLinf does, and print which of them are ready."""
         with StartProgress({"rollout": self.rollout, "env": self.env, "actor": self.actor}):
             super().init_workers()
+        if self.cfg.runner.get("resume_dir"):
+            self.checkpoint = Path(self.cfg.runner.resume_dir)
+
+    def _save_checkpoint(self) -> None:
+        """RLinf's checkpoint, in a folder that has its name only when everything is there.
+
+        Raises:
+            CheckpointError: the actors wrote less than a whole checkpoint; it is removed.
+        """
+        logger = self.cfg.runner.logger
+        folder = checkpoints.folder_of_step(logger.log_path, logger.experiment_name, self.global_step)
+        started = time.monotonic()
+        with checkpoints.written_whole(folder) as partial:
+            self.actor.save_checkpoint(str(partial / "actor"), self.global_step).wait()
+        self.checkpoint = folder
+        size, free = checkpoints.size(folder), shutil.disk_usage(folder).free
+        room = "" if free > size else "; warning: THERE IS NO ROOM FOR ANOTHER ONE"
+        took = time.monotonic() - started
+        say(f"checkpoint {folder}: {size / 1e9:.3g} GB in {took:.0f} s, {free / 1e9:.3g} GB free{room}")
 
 
 class StartProgress:

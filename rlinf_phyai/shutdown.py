@@ -9,7 +9,7 @@ processes that Ray started on this node are gone, the simulators' own subprocess
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 
 import psutil
@@ -21,7 +21,7 @@ _INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 
 
 class WorkerFailedError(PhyaiError, RuntimeError):
-    """A worker raised; its traceback is in the output above."""
+    """A worker raised or died; its traceback is in the output above."""
 
 
 class Interrupted(BaseException):
@@ -35,8 +35,11 @@ class Interrupted(BaseException):
 class RayGuard:
     """Context manager around everything that uses Ray in the driver.
 
-    Call :meth:`install` again once RLinf has started its cluster: it and Ray set handlers of their own.
+    Call :meth:`install` again once RLinf has started its cluster: it and Ray set handlers of their own. Set ``explain``
+    to a function that says, while Ray still runs, which calls to workers failed.
     """
+
+    explain: Callable[[], list[str]] = staticmethod(list)
 
     def __enter__(self) -> "RayGuard":
         self._reason: BaseException | None = None
@@ -84,12 +87,18 @@ class RayGuard:
         for number in (*_INTERRUPTS, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)
         try:
+            self._explain_failure()
             self._stop_ray()
         finally:
             for number, handler in self._previous.items():
                 signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         if self._reason is not None and error is not self._reason:
             raise self._reason from error  # Ray's compiled code turns what a signal handler raises into a SystemError
+
+    def _explain_failure(self) -> None:
+        if isinstance(self._reason, WorkerFailedError):
+            with contextlib.suppress(Exception):  # Ray itself may be what broke, and must be shut down in any case
+                self._reason.args = ("\n".join([*self._reason.args, *self.explain()]),)
 
     def _stop_ray(self) -> None:
         import ray

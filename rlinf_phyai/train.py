@@ -11,7 +11,9 @@ from typing import Any
 import hydra
 from omegaconf import DictConfig
 
+from rlinf_phyai.errors import PhyaiError
 from rlinf_phyai.launch import absolute_config_path, run_as_program, say, worker_groups
+from rlinf_phyai.shutdown import Interrupted
 
 
 def train(cfg: DictConfig, runner_class: type[Any] | None = None) -> None:
@@ -25,15 +27,21 @@ def train(cfg: DictConfig, runner_class: type[Any] | None = None) -> None:
         PhyaiError: the config is refused, a worker does not run what it should, or a worker failed.
         Interrupted: SIGINT or SIGTERM; Ray is shut down then.
     """
-    with worker_groups(cfg, ("actor", "rollout", "env")) as (cfg, groups):
-        if runner_class is None:
-            from rlinf_phyai.runner import PhyaiRunner
+    runner = None
+    try:
+        with worker_groups(cfg, ("actor", "rollout", "env")) as (cfg, groups):
+            if runner_class is None:
+                from rlinf_phyai.runner import PhyaiRunner
 
-            runner_class = PhyaiRunner
-        runner = runner_class(cfg=cfg, **groups)
-        runner.init_workers()
-        runner.run()
-        say(f"finished; logs in {cfg.runner.logger.log_path}")
+                runner_class = PhyaiRunner
+            runner = runner_class(cfg=cfg, **groups)
+            runner.init_workers()
+            runner.run()
+            say(f"finished; logs in {cfg.runner.logger.log_path}")
+    except (PhyaiError, Interrupted):
+        if runner is not None and runner.checkpoint is not None:
+            say(f"to continue from the latest checkpoint: runner.resume_dir={runner.checkpoint}")
+        raise
 
 
 @hydra.main(version_base="1.3", config_path=None, config_name=None)

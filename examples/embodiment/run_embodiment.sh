@@ -35,8 +35,15 @@ else
 fi
 export PYTHONPATH=$repo${PYTHONPATH:+:$PYTHONPATH} # works without `pip install -e .` too
 
-logs=${LOG_ROOT:-$PWD/logs}/$(date +%Y%m%d-%H%M%S)-$config
-mkdir -p "$logs"
+# A second run of the same second gets a folder of its own.
+first=${LOG_ROOT:-$PWD/logs}/$(date +%Y%m%d-%H%M%S)-$config
+mkdir -p "$(dirname "$first")"
+logs=$first
+for ((n = 2; ; n++)); do
+  if mkdir "$logs" 2>/dev/null; then break; fi
+  [ -d "$logs" ] || { echo "cannot make the log folder $logs; LOG_ROOT chooses another place" >&2; exit 1; }
+  logs=$first-$n
+done
 command=("$python" "$here/$program" --config-path "$here/config" --config-name "$config"
   "runner.logger.log_path=$logs" "runner.logger.experiment_name=$config" "$@")
 printf '%q ' "${command[@]}" >"$logs/run.log"

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 from rlinf.envs.utils import get_env_attr
-from rlinf.workers.env.env_worker import EnvWorker
 
+from rlinf_phyai.env.worker import PhyaiEnvWorker
 from rlinf_phyai.evaluation.outcomes import Episode
 
 TASK, TRIAL = "task_id", "trial_id"
 
 
-class EvaluationEnvWorker(EnvWorker):
+class EvaluationEnvWorker(PhyaiEnvWorker):
     """LIBERO environments whose episodes carry their names."""
 
     def _setup_env_and_wrappers(self, env_cls: type[Any], env_cfg: Any, num_envs_per_stage: int) -> list[Any]:

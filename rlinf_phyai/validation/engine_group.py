@@ -21,6 +21,7 @@ OPTIONS = (
     "actor_prefix_cache_gib",
     "debug_logprob_offset",
     "self_check",
+    "simulator_timeout",
     "progress",
 )
 FLAGS = ("use_cuda_graph", "progress")
@@ -88,6 +89,20 @@ def _needed_for_actor_values(s: Settings) -> Iterator[tuple[str, bool]]:
     if s.trains:
         yield f"{RECOMPUTE}: true", s.flag(RECOMPUTE)
         yield "algorithm.adv_type: gae", s.adv_type == "gae"
+
+
+def simulator_timeout(s: Settings) -> Iterator[Problem]:
+    """The time that one simulator may take for one command."""
+    key = f"{GROUP}.simulator_timeout"
+    value, number = s.get(key), s.number(key)
+    if s.has(key) and key not in s.unresolved and (number is None or number <= 0):
+        yield Problem(
+            key,
+            show(value),
+            "a number of seconds above 0",
+            f"set {key}: 600",
+            "a simulator that never answers would stop the run without a word",
+        )
 
 
 def debug_logprob_offset(s: Settings) -> Iterator[Problem]:
@@ -207,6 +222,7 @@ CHECKS = (
     debug_logprob_offset,
     self_check,
     self_check_needs_recompute,
+    simulator_timeout,
     actor_prefix,
     actor_prefix_cache,
     params_dtype,

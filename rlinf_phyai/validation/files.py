@@ -196,23 +196,29 @@ def rl_weights(s: Settings) -> Iterator[Problem]:
 
 
 def resume_directory(s: Settings) -> Iterator[Problem]:
-    """``runner.resume_dir`` must be a checkpoint that RLinf's runner wrote."""
+    """``runner.resume_dir`` must be a whole checkpoint that RLinf's runner wrote."""
+    from rlinf_phyai.checkpoints import PARTIAL, missing_parts
+
     key = "runner.resume_dir"
     path = s.path(key)
     if path is None or not s.trains:
         return
     step = path.name.removeprefix("global_step_")
-    if not (path / "actor").is_dir():
+    if path.name.endswith(PARTIAL):
+        found = f"{show(str(path))}, which a run was still writing when it ended"
+    elif not (path / "actor").is_dir():
         found = f"{show(str(path))}, which {'has no folder actor' if path.is_dir() else 'does not exist'}"
     elif not step.isdigit() or step == path.name:
         found = f"{show(str(path))}, whose name does not end in a step"
+    elif missing := missing_parts(path / "actor"):
+        found = f"{show(str(path))}, which is not whole: {'; '.join(missing)}"
     else:
         return
     yield Problem(
         key,
         found,
         "null, or <log_path>/<experiment>/checkpoints/global_step_<N> with a folder actor",
-        f"correct {key}, or set it to null",
+        f"name an earlier checkpoint in {key}, or set it to null",
         "RLinf reads the step from the name and the actor's state from the folder",
     )
 

@@ -453,6 +453,10 @@ ERRORS = [
         change_one("max_batch_size", f"{ENGINE}.max_batch_size", value, "null", "at least 1")
         for value in (0, -1, 1.5, "auto", True)
     ),
+    *(
+        change_one("simulator_timeout", f"{ENGINE}.simulator_timeout", value, "seconds above 0")
+        for value in (0, -5, None, "forever", True)
+    ),
     change_one("value_source", f"{ENGINE}.value_source", "actr", "rollout or actor", "did you mean actor?"),
     Case(
         "value_source",

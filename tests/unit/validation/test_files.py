@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed import checkpoint as dcp
 
 from rlinf_phyai.validation import Problem, find_problems
 from tests.unit.validation.conftest import FULL, TINY, MakeConfig
@@ -233,8 +234,14 @@ def test_resume_directory(config: MakeConfig, checkpoint: Path, tmp_path: Path) 
     assert "does not exist" in str(problem)
     folder.mkdir()
     assert "no folder actor" in str(the_problem(config, checkpoint, runner__resume_dir=str(folder)))
-    (folder / "actor").mkdir()
+    shards = folder / "actor" / "dcp_checkpoint"
+    shards.mkdir(parents=True)
+    unfinished = the_problem(config, checkpoint, runner__resume_dir=str(folder))
+    assert f"which is not whole: {shards / '.metadata'} is missing" in str(unfinished)
+    dcp.save({"weight": torch.zeros(3)}, checkpoint_id=shards, no_dist=True)
     assert problems_of(config, checkpoint, runner__resume_dir=str(folder)) == []
+    partial = folder.with_name("global_step_80.partial")
+    assert "was still writing" in str(the_problem(config, checkpoint, runner__resume_dir=str(partial)))
     for name in ("latest", "global_step_", "global_step_4x"):
         (tmp_path / name / "actor").mkdir(parents=True)
         assert "does not end in a step" in str(the_problem(config, checkpoint, runner__resume_dir=str(tmp_path / name)))

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real runs in which a part breaks: the cause is named, everything ends soon, checkpoints stay whole, and it goes on.
+
+Two runs are enough to see most of it on every change; the marked ones break other parts in the same way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import resource
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rlinf_phyai.checkpoints import missing_parts
+from tests.integration.conftest import TINY, Program, Run, StartProgram
+
+pytestmark = pytest.mark.integration
+
+CONFIRMED = "every worker confirmed"
+END_S = 60.0  # from the fault, or from its discovery, to the end of the last process
+
+
+def worker_pid(program: Program, class_name: str) -> int:
+    """The process of the only worker of a class: Ray prints it before every line that a worker writes."""
+    found = re.search(rf"\({class_name} pid=(\d+)\)", program.output.read_text())
+    assert found
+    return int(found.group(1))
+
+
+def simulators(program: Program) -> list[psutil.Process]:
+    env_worker = psutil.Process(worker_pid(program, "PhyaiEnvWorker"))
+    return [child for child in env_worker.children() if any("spawn_main" in part for part in child.cmdline())]
+
+
+def checkpoint_folder(log_dir: Path, step: int) -> Path:
+    return log_dir / TINY / "checkpoints" / f"global_step_{step}"
+
+
+def ends_because(program: Program, *causes: str, since: float | None = None) -> Run:
+    """The run ends within a minute with exit code 1, says why at its end, and leaves no process."""
+    since = time.monotonic() if since is None else since
+    run = program.finish(timeout=300)
+    seconds = time.monotonic() - since
+    assert run.exit_code == 1, run.output[-6000:]
+    end = run.output[run.output.rindex("stopped: ") :]
+    for cause in causes:
+        assert re.search(cause, end), end
+    assert program.left_over() == []
+    assert seconds < END_S, f"the end took {seconds:.0f} s"
+    print(f"ended after {seconds:.1f} s: {end}")
+    return run
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """A run whose rollout worker was killed in its second step."""
+
+    run: Run
+    checkpoint: Path
+
+
+@pytest.fixture(scope="module")
+def interrupted(start: StartProgram) -> Interrupted:
+    program = start("launcher", "runner.save_interval=1", "runner.max_epochs=3")
+    program.wait_for("global_step_1: ")  # saved; the second step begins
+    os.kill(worker_pid(program, "PhyaiRolloutWorker"), signal.SIGKILL)
+    run = ends_because(
+        program,
+        r"RolloutGroup rank 0 in \w+\(\): its process \d+ on [\d.]+ died without raising anything: it was killed",
+    )
+    return Interrupted(run, checkpoint_folder(run.log_dir, 1))
+
+
+def test_killed_rollout_worker_leaves_a_checkpoint_to_continue_from(interrupted: Interrupted) -> None:
+    assert (
+        f"to continue from the latest checkpoint: runner.resume_dir={interrupted.checkpoint}" in interrupted.run.output
+    )
+    assert missing_parts(interrupted.checkpoint / "actor") == []
+    assert [folder.name for folder in interrupted.checkpoint.parent.iterdir()] == ["global_step_1"]
+
+
+def test_continued_run_whose_disk_is_full_keeps_what_it_has(start: StartProgram, interrupted: Interrupted) -> None:
+    """The second step runs; its checkpoint does not fit, here because the actor's process may write small files only."""
+    program = start(
+        "launcher",
+        f"runner.resume_dir={interrupted.checkpoint}",
+        "runner.save_interval=1",
+        "runner.max_epochs=3",
+    )
+    program.wait_for("actor workers ready")
+    _, hard = resource.prlimit(worker_pid(program, "PhyaiActorWorker"), resource.RLIMIT_FSIZE)
+    resource.prlimit(worker_pid(program, "PhyaiActorWorker"), resource.RLIMIT_FSIZE, (100_000, hard))
+    program.wait_for("Failed to save checkpoint")
+    run = ends_because(program, r"ActorGroup rank 0 in save_checkpoint\(\) raised", "File too large")
+    assert f"Resuming training from checkpoint directory {interrupted.checkpoint}" in run.output
+    assert f"to continue from the latest checkpoint: runner.resume_dir={interrupted.checkpoint}" in run.output
+    assert list(checkpoint_folder(run.log_dir, 2).parent.iterdir()) == []  # nor anything that looks like one
+
+
+@pytest.mark.long
+def test_killed_actor_worker(start: StartProgram) -> None:
+    program = start("launcher")
+    program.wait_for("actor workers ready")
+    os.kill(worker_pid(program, "PhyaiActorWorker"), signal.SIGKILL)
+    ends_because(program, r"ActorGroup rank 0 in \w+\(\): its process \d+ on [\d.]+ died without raising anything")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "number, cause, discovered",
+    [
+        (signal.SIGSTOP, r"stopped\) did not answer the command '\w+' within 60 s and was killed", "did not answer"),
+        (signal.SIGKILL, r"was killed by SIGKILL \(by hand, or by the kernel", "was killed by SIGKILL"),
+    ],
+)
+def test_broken_simulator(start: StartProgram, number: signal.Signals, cause: str, discovered: str) -> None:
+    program = start("launcher", "rollout.phyai.simulator_timeout=60")
+    program.wait_for("actor workers ready")
+    first, second = simulators(program)
+    second.send_signal(number)
+    program.wait_for(discovered)
+    ends_because(program, rf"EnvGroup rank 0 in \w+\(\) raised SimulatorError: simulator 1 of .*{cause}")
+    assert not first.is_running()
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, megabytes: int) -> Iterator[Path]:
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)], capture_output=True, check=False
+    )
+    if mounted.returncode != 0:
+        pytest.skip(f"mounting a small file system is not allowed here: {mounted.stderr.decode().strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.mark.long
+def test_disk_that_is_really_full(start: StartProgram, tmp_path: Path) -> None:
+    """The first checkpoint fits, the second does not."""
+    with small_disk(tmp_path / "disk", 16) as disk:
+        program = start("launcher", "runner.save_interval=1", "runner.max_epochs=3", f"runner.logger.log_path={disk}")
+        program.wait_for("Failed to save checkpoint")
+        run = ends_because(program, r"ActorGroup rank 0 in save_checkpoint\(\) raised", "No space left on device")
+        first = checkpoint_folder(disk, 1)
+        assert "THERE IS NO ROOM FOR ANOTHER ONE" in run.output
+        assert f"to continue from the latest checkpoint: runner.resume_dir={first}" in run.output
+        assert [folder.name for folder in first.parent.iterdir()] == ["global_step_1"]
+        assert missing_parts(first / "actor") == []
+
+
+@pytest.mark.long
+def test_two_runs_at_once(start: StartProgram) -> None:
+    """Each has a Ray of its own: one is interrupted in its midst, the other does not notice."""
+    first = start("launcher")
+    first.wait_for(CONFIRMED)
+    second = start("launcher", "runner.max_epochs=1")
+    second.wait_for(CONFIRMED)
+    assert "this run starts one of its own" in second.output.read_text()
+    first.process.send_signal(signal.SIGTERM)
+    assert first.finish(timeout=120).exit_code == 143
+    assert first.left_over() == []
+    second.finish().assert_success()
+    assert second.left_over() == []
+
+
+@pytest.mark.long
+def test_run_in_a_cluster_that_somebody_started(start: StartProgram, own_ray: Callable[[], str]) -> None:
+    """With RAY_ADDRESS the run joins; at its end its workers go and the cluster stays."""
+    address = own_ray()
+    program = start("launcher", "runner.max_epochs=1", environment={"RAY_ADDRESS": address})
+    run = program.finish()
+    run.assert_success()
+    assert f"Connecting to existing Ray cluster at address: {address}" in run.output
+    assert not [p for p in psutil.process_iter(["cmdline"]) if "RolloutWorker" in " ".join(p.info["cmdline"] or [])]
+    host, port = address.split(":")
+    assert any(c.laddr.port == int(port) for c in psutil.net_connections("tcp") if c.status == "LISTEN"), host
+
+
+@pytest.fixture
+def own_ray(tmp_path: Path) -> Iterator[Callable[[], str]]:
+    """Starts a cluster as a user would before, without any of our variables in its environment."""
+    import sys
+
+    script = (
+        "import ray, sys\n"
+        "context = ray.init(address='local', include_dashboard=False)\n"
+        "print('ADDRESS', context.address_info['gcs_address'], flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    environment = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    environment |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    head = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    )
+    assert head.stdin
+    assert head.stdout
+
+    def address() -> str:
+        for line in head.stdout or ():
+            if line.startswith("ADDRESS "):
+                return line.split()[1]
+        raise AssertionError("Ray did not start")
+
+    yield address
+    head.stdin.close()
+    head.wait(60)
