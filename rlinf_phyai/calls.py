@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from rlinf_phyai.errors import PhyaiError
+
 _SETTLE_S = 2.0  # a dead worker takes others down with it: wait this long for the first cause to show
 
 
@@ -78,7 +80,8 @@ def _failures(calls: Iterable[_Call]) -> list[tuple[bool, str]]:
                 found.append((True, f"{where}: {_death(error)}"))
             except ray.exceptions.RayTaskError as error:
                 cause = error.cause
-                found.append((False, f"{where} raised {type(cause).__name__}: {cause}"))
+                text = str(cause) if isinstance(cause, PhyaiError) else str(cause).partition("\n")[0]  # not a traceback
+                found.append((False, f"{where} raised {type(cause).__name__}: {text}"))
             except ray.exceptions.RayError as error:
                 found.append((False, f"{where}: {error}"))
     return found

@@ -22,6 +22,7 @@ from rlinf_phyai.errors import CheckpointError
 
 PARTIAL = ".partial"
 """Suffix of the folder while it is written."""
+_PROBE_BYTES = 1_000_000
 
 
 def folder_of_step(log_path: str | Path, experiment: str, step: int) -> Path:
@@ -104,6 +105,42 @@ def _shard_sizes(folder: Path) -> dict[str, int]:
     for part in stored.values():
         sizes[part.relative_path] = max(sizes.get(part.relative_path, 0), part.offset + part.length)
     return sizes
+
+
+@contextmanager
+def explained(folder: Path) -> Iterator[None]:
+    """Around code that writes to ``folder``: says so where the disk is why it failed.
+
+    torch's writers answer to a full disk with an internal error ("unexpected pos 704 vs 598").
+
+    Raises:
+        CheckpointError: instead of the block's error, if a file of 1 MB cannot be written there either.
+    """
+    try:
+        yield
+    except Exception as error:
+        reason = _unwritable(folder)
+        if reason is None:
+            raise
+        free = shutil.disk_usage(folder).free
+        raise CheckpointError(
+            f"the checkpoint cannot be written to {folder}: {reason} ({free / 1e9:.3g} GB free). Make room and continue from "
+            "the checkpoint before"
+        ) from error
+
+
+def _unwritable(folder: Path) -> str | None:
+    probe = folder / ".probe"
+    try:
+        with probe.open("wb") as file:
+            file.write(bytes(_PROBE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return error.strerror or str(error)
+    finally:
+        probe.unlink(missing_ok=True)
+    return None
 
 
 def size(folder: Path) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from rlinf_phyai.actor.monitor import ADVICE, CorrectionMonitor
 from rlinf_phyai.actor.prefix import PrefixStore, PromptLayout
 from rlinf_phyai.actor.rescoring import BatchPlan, load, rescore, upload
 from rlinf_phyai.actor.values import actor_values, check_value_source, refuse_missing_values, value_gap_metrics
+from rlinf_phyai.checkpoints import explained
 from rlinf_phyai.checksum import Checksum, checksums
 from rlinf_phyai.engine.kernel_policy import load_kernel_policy
 from rlinf_phyai.errors import PhyaiError
@@ -122,6 +124,15 @@ class PhyaiActorWorker(EmbodiedFSDPActor):
         if offloaded:
             self.offload_param_and_grad()
         return found
+
+    def save_checkpoint(self, save_path: str, step: int = 0) -> None:
+        """RLinf's; a full disk is called a full disk.
+
+        Raises:
+            CheckpointError: nothing can be written to ``save_path``.
+        """
+        with explained(Path(save_path)):
+            super().save_checkpoint(save_path, step)
 
     # -- before training ---------------------------------------------------------------------------------------------
 

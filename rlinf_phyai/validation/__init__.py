@@ -3,7 +3,7 @@
 
 :func:`validate_config` is what an entry point calls; :func:`find_problems` gives the reports themselves. Checks are
 small functions of a read-only view of the config, grouped by subject; the modules' ``CHECKS`` tuples are the registry.
-Only :mod:`rlinf_phyai.validation.files` looks outside the config. A run with RLinf's own rollout backend meets the
+Only :mod:`rlinf_phyai.validation.files` and ``disk`` look outside the config. A run with RLinf's own rollout backend meets the
 ``CHECKS_ANY`` alone: what RLinf would refuse itself, later.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from omegaconf import DictConfig
 
-from rlinf_phyai.validation import batches, correction, devices, engine_group, files, model, options, run, schema
+from rlinf_phyai.validation import batches, correction, devices, disk, engine_group, files, model, options, run, schema
 from rlinf_phyai.validation.problems import ConfigError, Problem, Severity
 from rlinf_phyai.validation.settings import PHYAI, Settings
 
@@ -46,7 +46,7 @@ PHYAI_ONLY: tuple[Check, ...] = (
 )
 """Checks of runs with ``rollout.rollout_backend: phyai``: pure functions of the config."""
 
-FILES: tuple[Check, ...] = files.CHECKS
+FILES: tuple[Check, ...] = (*files.CHECKS, *disk.CHECKS)
 """Checks of runs with ``rollout.rollout_backend: phyai`` that look at files and installed kernels."""
 
 

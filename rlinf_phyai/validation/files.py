@@ -49,7 +49,7 @@ def checkpoint(s: Settings) -> Iterator[Problem]:
 
 def weights_readable(s: Settings) -> Iterator[Problem]:
     """The weights must be complete files of a PI0.5 model."""
-    path = _checkpoint_dir(s)
+    path = checkpoint_dir(s)
     if path is None:
         return
     try:
@@ -66,12 +66,12 @@ def weights_readable(s: Settings) -> Iterator[Problem]:
 
 def value_head(s: Settings) -> Iterator[Problem]:
     """A critic in the checkpoint must have the sizes that RLinf builds."""
-    path = _checkpoint_dir(s)
+    path = checkpoint_dir(s)
     if path is None or not s.has_critic:
         return
     try:
         shapes = _shapes(path)
-        own = _own_config(path)
+        own = own_config(path)
     except (CheckpointError, ValueError):
         return  # reported by the checks above and below
     prefix, expert = "paligemma_with_expert.paligemma.model.language_model.norm.weight", "action_in_proj.weight"
@@ -95,11 +95,11 @@ def value_head(s: Settings) -> Iterator[Problem]:
 
 def model_sizes(s: Settings) -> Iterator[Problem]:
     """The sizes that a checkpoint states for itself must be readable and hold the action chunk."""
-    path = _checkpoint_dir(s)
+    path = checkpoint_dir(s)
     if path is None:
         return
     try:
-        own = _own_config(path)
+        own = own_config(path)
     except ValueError as error:
         yield Problem(
             f"{s.model}.model_path", show(str(path)), "a valid config.json, or none", "repair config.json", str(error)
@@ -120,9 +120,9 @@ def fp32_precision(s: Settings) -> Iterator[Problem]:
     """A precision of fp32 is neutral for a float32 checkpoint only."""
     if not s.trains:
         return
-    path = _checkpoint_dir(s)
+    path = checkpoint_dir(s)
     try:
-        own = _own_config(path) if path is not None else {}
+        own = own_config(path) if path is not None else {}
     except ValueError:
         return
     if own.get("params_dtype") == "float32":
@@ -255,7 +255,7 @@ def _weights(path: Path) -> bool:
     return any((path / root / FSDP_WEIGHTS).is_file() for root in ("", "actor")) or any(path.glob("*.safetensors"))
 
 
-def _checkpoint_dir(s: Settings) -> Path | None:
+def checkpoint_dir(s: Settings) -> Path | None:
     """The checkpoint directory where :func:`checkpoint` has nothing to say about it."""
     path = s.path(f"{s.model}.model_path")
     return path if path is not None and path.is_dir() and _weights(path) else None
@@ -267,7 +267,7 @@ def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
     return tensor_shapes(path)
 
 
-def _own_config(path: Path) -> dict[str, Any]:
+def own_config(path: Path) -> dict[str, Any]:
     """The sizes that a checkpoint made by this package states for itself; empty for any other."""
     file = path / "config.json"
     if not file.is_file():

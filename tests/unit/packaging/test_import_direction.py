@@ -6,8 +6,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 # Lower may not import higher. Parts that are not named (errors, paths, ...) belong to everyone and import nothing of these.
-LAYER = {"kernels": 0, "models": 1, "engine": 2, "checkpoint_setup": 2, "rollout": 3, "actor": 3, "platforms": 3}
-SHARED = {"checksum", "errors", "paths", "__init__"}
+LAYER = {
+    "kernels": 0,
+    "models": 1,
+    "engine": 2,
+    "checkpoint_setup": 2,
+    "rollout": 3,
+    "actor": 3,
+    "env": 3,
+    "platforms": 3,
+}
+SHARED = {"checkpoints", "checksum", "errors", "paths", "__init__"}
 TOP = 4  # plugin, backends, validation, train, eval, cli, ...
 ENGINE_SIDE = {"kernels", "models", "engine"}
 NOT_FOR_THE_ENGINE = {"rlinf", "openpi", "openpi_client", "transformers", "ray", "hydra", "omegaconf", "jax", "libero"}

@@ -25,6 +25,7 @@ CHECKS_TESTED = (
     "rl_weights",
     "resume_directory",
     "kernel_policy",
+    "room_for_checkpoints",
 )
 PATH = "actor.model.model_path"
 STATS = Path("physical-intelligence/libero/norm_stats.json")
@@ -245,6 +246,22 @@ def test_resume_directory(config: MakeConfig, checkpoint: Path, tmp_path: Path) 
     for name in ("latest", "global_step_", "global_step_4x"):
         (tmp_path / name / "actor").mkdir(parents=True)
         assert "does not end in a step" in str(the_problem(config, checkpoint, runner__resume_dir=str(tmp_path / name)))
+
+
+def test_room_for_checkpoints(config: MakeConfig, checkpoint: Path, tmp_path: Path) -> None:
+    """7.2 MB per checkpoint of the tiny model: any disk holds a few, and none a billion."""
+    changes: dict[str, object] = {"runner__logger__log_path": str(tmp_path / "logs"), "runner__save_interval": 40}
+    assert problems_of(config, checkpoint, **changes) == []
+    (problem,) = problems_of(config, checkpoint, **changes, runner__max_epochs=40 * 10**9 - 1)
+    assert (problem.check, problem.key, problem.severity) == (
+        "room_for_checkpoints",
+        "runner.logger.log_path",
+        "warning",
+    )
+    assert "of 1000000000 checkpoints" in problem.found
+    assert "about 0.00722 GB; none is deleted" in problem.allowed
+    assert problems_of(config, checkpoint, **changes, runner__max_epochs=40 * 10**9, runner__max_steps=80) == []
+    assert problems_of(config, checkpoint, **changes | {"runner__save_interval": -1}, runner__max_epochs=10**12) == []
 
 
 def test_kernel_policy_that_cannot_run_here(

@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Does memory stay flat? Predictions and weight syncs by the thousand, or the processes of a real training run.
+
+    python -m benchmarks.leak cycles --checkpoint DIR     # 2,000 cycles in this process
+    python -m benchmarks.leak training --checkpoint DIR   # ten real steps: Ray, LIBERO, every worker's memory
+    python -m benchmarks.leak plot
+
+A cycle is one weight sync through RLinf's own bucket syncer and one prediction, with a batch size and prompts that
+change every time. Caches are bounded and overfilled before the first sample, so nothing has a reason to grow. Both results
+go to ``benchmarks/results/leak.json``, a JSON object with the keys ``cycles`` and ``training``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.common import RESULTS, machine
+
+CONFIGS = Path(__file__).resolve().parent.parent / "examples" / "embodiment" / "config"
+TINY = "libero_spatial_ppo_openpi_pi05_phyai_tiny"
+RESULT = RESULTS / "leak.json"
+PLOT = Path("docs/images/memory.png")
+LARGEST_BATCH = 6  # above the engine's 4: split
+PROMPT_CACHE = 1024  # sentences that the tokenizer keeps
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Memory after ``cycle`` cycles: resident bytes, bytes allocated on the GPU, live tensors, objects that gc tracks."""
+
+    cycle: int
+    rss: int
+    cuda: int
+    tensors: int
+    objects: int
+
+
+def sample(cycle: int) -> Sample:
+    gc.collect()
+    objects = gc.get_objects()
+    tensors = sum(issubclass(type(one), torch.Tensor) for one in objects)
+    cuda = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+    return Sample(cycle, psutil.Process().memory_info().rss, cuda, tensors, len(objects))
+
+
+def slope(samples: list[Sample], field: str) -> float:
+    """Least-squares growth of a field per cycle."""
+    return float(np.polyfit([s.cycle for s in samples], [getattr(s, field) for s in samples], 1)[0])
+
+
+def load_config(checkpoint: Path, *overrides: str, config: str = TINY) -> DictConfig:
+    """The example config as the launcher would compose it."""
+    from hydra import compose, initialize_config_dir
+
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        return compose(config, [f"actor.model.model_path={checkpoint}", *overrides])
+
+
+class Cycles:
+    """A real policy and RLinf's sender and receiver of weights, in one process.
+
+    Args:
+        checkpoint: of the tiny model.
+        device: of engine and sender.
+    """
+
+    def __init__(self, checkpoint: Path, device: str = "cpu") -> None:
+        from rlinf.hybrid_engines.weight_syncer.bucket_syncer import BucketWeightSyncer
+        from rlinf.models import get_model
+        from rlinf.utils.utils import collect_param_names_need_sync
+
+        from rlinf_phyai import plugin
+        from rlinf_phyai.rollout.build import build_policy
+
+        plugin.register()
+        os.environ.setdefault("OPENPI_DATA_HOME", str(checkpoint))
+        cfg = load_config(checkpoint)
+        actor = get_model(cfg.actor.model).to(device)
+        self._state = {name: tensor.detach() for name, tensor in actor.state_dict().items()}
+        self._names = list(collect_param_names_need_sync(actor))
+        self._sender, self._receiver = (
+            BucketWeightSyncer(bucket_size=2**20, bucket_dtype=None, bucket_device=device, load_instant=True)
+            for _ in range(2)
+        )
+        self.policy = build_policy(cfg, cfg.actor.model, device, 0, 4)
+        generator = torch.Generator().manual_seed(0)
+        self._images = torch.randint(0, 256, (2, LARGEST_BATCH, 256, 256, 3), generator=generator, dtype=torch.uint8)
+        self._states = torch.randn(LARGEST_BATCH, 8, generator=generator)
+        self._numbers = itertools.count()
+        self._sentences = (f"put the {'very ' * (n % 17)}old cup {n} into the drawer" for n in itertools.count())
+
+    def fill_caches(self) -> None:
+        """More shapes (batch size, prompt length) and more prompts than are kept: from here on, old ones are dropped."""
+        for _ in range(20 * LARGEST_BATCH):
+            self.run()
+        tokenizer = self.policy.transforms.processor.tokenizer  # type: ignore[attr-defined]
+        tokenizer([next(self._sentences) for _ in range(PROMPT_CACHE + 1)])
+
+    def run(self) -> dict[str, Any]:
+        """One cycle; returns what the rollout worker would send on."""
+        number = next(self._numbers)
+        asyncio.run(self._sync(number))
+        batch = 1 + number % LARGEST_BATCH
+        observation = {
+            "main_images": self._images[0, :batch],
+            "wrist_images": self._images[1, :batch],
+            "extra_view_images": None,
+            "states": self._states[:batch],
+            "task_descriptions": [next(self._sentences) for _ in range(batch)],
+        }
+        self.policy.set_global_step(number)
+        return self.policy.predict_action_batch(observation, mode="train")[1]
+
+    async def _sync(self, version: int) -> None:
+        wire: asyncio.Queue[Any] = asyncio.Queue()
+        if not self._sender.sender_initialized():
+            await self._sender.init_sender(self._state, self._names, wire.put)
+        await self._sender.sync(self._state, wire.put, version)
+        with self.policy.weight_session() as session:
+            if not self._receiver.receiver_initialized():
+                await self._receiver.init_receiver(state_dict=self.policy.state_dict(), recv=wire.get, send=wire.put)
+            session.version = await self._receiver.apply(self.policy, wire.get)
+
+
+def measure_cycles(
+    cycles: Cycles, count: int, every: int, seen: Callable[[dict[str, Any]], object] = lambda result: None
+) -> list[Sample]:
+    """``count`` cycles after the caches are full, one sample each ``every``.
+
+    Args:
+        seen: is given what every prediction returns.
+    """
+    cycles.fill_caches()
+    for _ in range(every):
+        cycles.run()
+    samples = [sample(0)]
+    for number in range(1, count + 1):
+        seen(cycles.run())
+        if number % every == 0:
+            samples.append(sample(number))
+    return samples
+
+
+def measure_training(checkpoint: Path, steps: int, log_path: Path) -> list[dict[str, float]]:
+    """Resident MB of every kind of process after each step of a real run; simulators are counted together."""
+    import ray
+
+    from rlinf_phyai.runner import PhyaiRunner
+    from rlinf_phyai.train import train
+
+    rows: list[dict[str, float]] = []
+
+    class WatchingRunner(PhyaiRunner):
+        def _maybe_eval_and_checkpoint(self, step: int) -> dict[str, Any]:  # RLinf calls it at the end of a step
+            pids = {
+                name: ray.get(group.worker_info_list[0].worker.__ray_call__.remote(_pid))
+                for name, group in (("rollout", self.rollout), ("env", self.env), ("actor", self.actor))
+            }
+            processes = {"driver": psutil.Process(), **{name: psutil.Process(pid) for name, pid in pids.items()}}
+            row = {name: process.memory_info().rss / 1e6 for name, process in processes.items()}
+            simulators = psutil.Process(pids["env"]).children(recursive=True)
+            row["simulators"] = sum(process.memory_info().rss for process in simulators) / 1e6
+            rows.append({"step": self.global_step, **row})
+            return super()._maybe_eval_and_checkpoint(step)
+
+    overrides = (
+        f"runner.max_epochs={steps}",
+        "env.train.max_steps_per_rollout_epoch=5",
+        "env.train.max_episode_steps=5",
+    )
+    train(
+        load_config(checkpoint, *overrides, "actor.global_batch_size=2", f"runner.logger.log_path={log_path}"),
+        WatchingRunner,
+    )
+    return rows
+
+
+def _pid(worker: object) -> int:
+    return os.getpid()
+
+
+def show_cycles(samples: list[Sample]) -> None:
+    table = Table(title="one weight sync and one prediction per cycle")
+    for column in ("cycle", "RSS MB", "GPU MB", "tensors", "gc objects"):
+        table.add_column(column, justify="right")
+    for s in samples:
+        table.add_row(str(s.cycle), f"{s.rss / 1e6:.1f}", f"{s.cuda / 1e6:.1f}", str(s.tensors), str(s.objects))
+    console = Console(width=100)
+    console.print(table)
+    rss = slope(samples, "rss")
+    console.print(f"per cycle: {rss / 1024:+.2f} KiB RSS, {slope(samples, 'tensors'):+.4f} tensors")
+
+
+def show_training(rows: list[dict[str, float]]) -> None:
+    table = Table(title="resident MB after each training step")
+    for column in rows[0]:
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(*(f"{value:.0f}" for value in row.values()))
+    Console(width=100).print(table)
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Both curves, relative to their first sample."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
+    samples = [Sample(**one) for one in result["cycles"]["samples"]]
+    axes[0].plot([s.cycle for s in samples], [(s.rss - samples[0].rss) / 1e6 for s in samples], marker=".")
+    axes[0].set_xlabel("weight syncs and predictions")
+    axes[0].set_title("rollout policy, MB grown")
+    rows = result["training"]["rows"]
+    for name in [name for name in rows[0] if name != "step"]:
+        axes[1].plot([row["step"] for row in rows], [row[name] - rows[0][name] for row in rows], marker=".", label=name)
+    axes[1].set_xlabel("training step")
+    axes[1].set_title("processes of a run, MB grown")
+    axes[1].legend()
+    for axis in axes:
+        axis.grid(alpha=0.3)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+
+
+def merge(part: str, content: dict[str, Any]) -> None:
+    """Replace one part of the result file."""
+    old = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+    RESULT.parent.mkdir(parents=True, exist_ok=True)
+    RESULT.write_text(json.dumps({**old, part: {"machine": machine(), **content}}, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("cycles", "training", "plot"))
+    parser.add_argument("--checkpoint", type=Path, help="of the tiny model: rlinf-phyai make-tiny-checkpoint DIR")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="of the cycles")
+    parser.add_argument("--count", type=int, help="cycles (2,000) or steps (10)")
+    parser.add_argument("--log-path", type=Path, default=Path("logs") / "leak")
+    args = parser.parse_args()
+    if args.what == "plot":
+        return plot(json.loads(RESULT.read_text()), PLOT)
+    if args.checkpoint is None:
+        sys.exit("--checkpoint is needed")
+    checkpoint = args.checkpoint.resolve()
+    if args.what == "cycles":
+        torch.set_num_threads(1)
+        begin = time.monotonic()
+        samples = measure_cycles(Cycles(checkpoint, args.device), args.count or 2000, 100)
+        show_cycles(samples)
+        merge("cycles", {"seconds": time.monotonic() - begin, "samples": [asdict(one) for one in samples]})
+    else:
+        rows = measure_training(checkpoint, args.count or 10, args.log_path.resolve())
+        show_training(rows)
+        merge("training", {"rows": rows})
+    return None
+
+
+if __name__ == "__main__":
+    main()
