@@ -72,6 +72,17 @@ def test_the_result_has_the_shapes_and_dtypes_of_the_contract(make_config, build
     )
 
 
+def test_an_fp8_prefix_shows_in_the_gap_and_in_nothing_else(make_config, build) -> None:
+    """Emulated here. Its reported score is still that of its own action, so the gap is a small, honest mismatch."""
+    gaps = []
+    for precision in ("null", "fp8"):
+        policy, actor = build(make_config(f"rollout.phyai.prefix_precision={precision}"))
+        _, result = policy.predict_action_batch(make_observation(4))
+        rescored = _rescore(actor, result)
+        gaps.append(float((rescored["logprobs"] - result["prev_logprobs"]).abs().mean()))
+    assert gaps[0] < TOLERANCE < gaps[1] < 0.1
+
+
 def test_the_contract_is_the_one_rlinf_itself_keeps(make_config, build) -> None:
     """Names, shapes and dtypes of RLinf's own prediction, in train and in eval mode."""
     policy, actor = build(make_config())
