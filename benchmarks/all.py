@@ -119,7 +119,7 @@ def kernel_figures(result: Result) -> str:
 
 def gemm_figures(result: Result) -> str:
     """The two fastest variants of each product."""
-    shown = ("fast", "error", "same", "block_k", "stages", "group", "warps", "registers")
+    shown = ("fast", "error", "same", "block_m", "block_n", "block_k", "stages", "group", "warps", "registers")
     cases: dict[tuple[str, int], list[Result]] = {}
     for record in result["records"]:
         cases.setdefault((record["name"], record["rows"]), []).append(record)

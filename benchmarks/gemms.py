@@ -128,9 +128,18 @@ FUSED_FP8 = (
 )
 
 
+SCALED = (
+    {"block_n": 256, "stages": 3, "group": 8},
+    {"block_n": 256, "stages": 3, "group": 16},
+    {"block_m": 256, "block_n": 128, "stages": 3, "group": 8},
+    {"block_n": 128, "stages": 5, "group": 8},
+    {"block_n": 128, "stages": 5, "group": 16},
+)
+
+
 def part_fp8(batches: list[int]) -> None:
     """Products of the prefix MLP in FP8 and everything that it adds; ``error`` is against the same FP8 values in float32."""
-    from rlinf_phyai.kernels import scaled_mm, torch_ops, triton_fp8
+    from rlinf_phyai.kernels import scaled_mm, torch_ops, triton_fp8, triton_scaled_gemm
     from rlinf_phyai.kernels import triton_activations as activations
     from rlinf_phyai.kernels.triton_gated_gemm import fused_linear_gated_gelu_fp8 as fused
 
@@ -151,6 +160,11 @@ def part_fp8(batches: list[int]) -> None:
             plain = [lambda x=x, w=w: F.linear(x, w) for x, w in operands(rows, n, k)]
             report("fp8", f"{name}, bf16", rows, flops, plain)
             if name == "down":
+                for options in SCALED:
+                    calls = [
+                        lambda x=x, w=w, o=options: triton_scaled_gemm.linear_fp8(x, w, bf16, **o) for x, w in pairs
+                    ]
+                    report("fp8", "down, own kernel", rows, flops, calls, **options)
                 continue
             calls = [lambda x=x, w=w: scaled_mm.linear_gated_gelu_fp8(x, w, bf16) for x, w in pairs]
             report("fp8", "gate_up, then gelu to fp8", rows, flops, calls)

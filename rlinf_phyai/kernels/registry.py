@@ -68,6 +68,7 @@ _MORE: dict[str, dict[str, dict[str, str] | set[str]]] = {
         "triton_suffix_linear": {"suffix_linear"},
         "triton_gated_gemm": {"linear_gated_gelu"},
         "triton_expert": {"expert_layer"},
+        "triton_scaled_gemm": {"linear_fp8"},
         "triton_fp8": {"quantize_rows", "add_rms_norm_fp8", "linear_gated_gelu_fp8"},
     },
     "tma": {"triton_prefix_attention": {"attention"}},

@@ -20,6 +20,7 @@ from rlinf_phyai.kernels import (
     triton_gated_gemm,
     triton_prefix_attention,
     triton_resize,
+    triton_scaled_gemm,
     triton_suffix_linear,
 )
 from rlinf_phyai.kernels.registry import BACKENDS, load
@@ -163,3 +164,10 @@ def test_gated_gemm_of_quantized_rows(wide: bool) -> None:
         x, weight, torch.float32, block_m=16, block_n=16, block_k=32, group=2, wide=wide
     )
     assert relative_error(got, torch_ops.gated_gelu(torch_ops.linear_fp8(x, weight, torch.float32))) < 1e-6
+
+
+def test_product_of_quantized_rows() -> None:
+    d = Draw(TINY, "cpu", torch.float32)
+    x, weight = torch_ops.quantize_rows(d(40, 64)), torch_ops.quantize_rows(d(48, 64, scale=0.125))
+    got = triton_scaled_gemm.linear_fp8(x, weight, torch.float32, block_m=16, block_n=16, block_k=32, group=2)
+    assert relative_error(got, torch_ops.linear_fp8(x, weight, torch.float32)) < 1e-6
