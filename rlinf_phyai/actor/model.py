@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from rlinf.utils.logging import get_logger
+from transformers import DynamicCache
 
 from rlinf_phyai.actor.fused import fused_vision, run_fused_prefix
 from rlinf_phyai.actor.observations import CAMERAS, SUPPORTED_CONFIGS, ReplayTransform
@@ -55,6 +56,28 @@ def _obstacle(model: Any) -> str | None:
     if model.use_vlm_value and config.value_vlm_mode not in VALUE_MODES:
         return f"actor.model.openpi.value_vlm_mode is {config.value_vlm_mode!r} (known: {', '.join(VALUE_MODES)})"
     return None
+
+
+class _WholeCache(DynamicCache):
+    """A cache of a type that torch's tree functions do not know, so they pass it on instead of rebuilding it."""
+
+
+def keep_cache_whole(model: torch.nn.Module) -> torch.nn.Module:
+    """Let a trained prefix fill its key-value cache under FSDP2, in place (before FSDP wraps it); returns the model.
+
+    Where a layer's inputs need a gradient, FSDP2 rebuilds the containers among its arguments; the layer would then write its keys
+    into a copy of the cache that nobody reads.
+    """
+    language_model: Any = model.paligemma_with_expert.paligemma.language_model  # type: ignore[union-attr]
+    original = language_model.forward
+
+    def forward(*args: Any, past_key_values: Any = None, use_cache: bool | None = None, **kwargs: Any) -> Any:
+        if use_cache and past_key_values is None:
+            past_key_values = _WholeCache()
+        return original(*args, past_key_values=past_key_values, use_cache=use_cache, **kwargs)
+
+    language_model.forward = forward
+    return model
 
 
 def use_real_tokens(model: torch.nn.Module, kernels: Kernels | None = None) -> torch.nn.Module:

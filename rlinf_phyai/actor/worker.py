@@ -34,7 +34,7 @@ from rlinf_phyai.actor.losses import (
     register_corrected_losses,
 )
 from rlinf_phyai.actor.metrics import CorrectionSums, first_update_metrics
-from rlinf_phyai.actor.model import KEYS_KEY, LAYOUT_KEY, POOLED_KEY, choose_prefix, use_real_tokens
+from rlinf_phyai.actor.model import KEYS_KEY, LAYOUT_KEY, POOLED_KEY, choose_prefix, keep_cache_whole, use_real_tokens
 from rlinf_phyai.actor.monitor import ADVICE, CorrectionMonitor
 from rlinf_phyai.actor.prefix import PrefixStore, PromptLayout
 from rlinf_phyai.actor.rescoring import BatchPlan, load, rescore, upload
@@ -44,6 +44,7 @@ from rlinf_phyai.checksum import Checksum, checksums
 from rlinf_phyai.engine.kernel_policy import load_kernel_policy
 from rlinf_phyai.errors import PhyaiError
 from rlinf_phyai.kernels import Kernels, resolve
+from rlinf_phyai.models.pi05.lora import merge_adapters, plain_names
 
 UNUSED_BY_ACTIONS = ("gemma_expert.lm_head.weight",)
 """Trainable by name only: the action path never reads the expert's language head (0.5 GB at full size)."""
@@ -84,9 +85,10 @@ class PhyaiActorWorker(EmbodiedFSDPActor):
         model = self._load_model()
         choice = OmegaConf.select(self.cfg, "rollout.phyai.actor_prefix", default="auto")
         self.prefix = choose_prefix(choice, model, self.correction.recompute)
+        self._lora_scale = lora_scale(model)
         self._logger.info(f"actor prefix: {self.prefix} (rollout.phyai.actor_prefix: {choice})")
         if self.prefix == "dense":
-            return model
+            return keep_cache_whole(model)
         return use_real_tokens(model, self._prefix_kernels() if self.prefix == "fused" else None)
 
     def _prefix_kernels(self) -> Kernels:
@@ -105,11 +107,19 @@ class PhyaiActorWorker(EmbodiedFSDPActor):
     def setup_model_and_optimizer(self) -> None:
         """As RLinf; afterwards the bucket syncer no longer ships weights that no action depends on.
 
-        (The patch syncer compares the key sets of both sides and keeps its full list.)
+        (The patch syncer compares the key sets of both sides and keeps its full list.) Of a matrix with a LoRA adapter the merged one
+        is shipped: see :meth:`get_rollout_state_dict`.
         """
         super().setup_model_and_optimizer()
+        if self._lora_scale is not None:
+            self.param_names_need_sync = plain_names(self.param_names_need_sync)
         if isinstance(self.weight_syncer, BucketWeightSyncer):
             self.param_names_need_sync = [n for n in self.param_names_need_sync if not n.endswith(UNUSED_BY_ACTIONS)]
+
+    def get_rollout_state_dict(self) -> dict[str, torch.Tensor]:
+        """What the rollout should hold: RLinf's state dict, LoRA adapters merged into their matrices."""
+        state = super().get_rollout_state_dict()
+        return state if self._lora_scale is None else merge_adapters(state, self._lora_scale, materialize_tensor)
 
     def parameter_checksums(self, dtypes: dict[str, torch.dtype]) -> dict[str, Checksum]:
         """Checksums of the parameters that ``dtypes`` names, each cast to the type named there.
@@ -283,6 +293,19 @@ class PhyaiActorWorker(EmbodiedFSDPActor):
         if keys is not None:
             return forward_inputs | {KEYS_KEY: keys}
         return forward_inputs | {LAYOUT_KEY: _layout(forward_inputs)}
+
+
+def lora_scale(model: torch.nn.Module) -> float | None:
+    """The factor of all LoRA adapters of a model, None where it has none.
+
+    Raises:
+        ValueError: adapters with different factors.
+    """
+    adapted: Iterator[Any] = (module for module in model.modules() if hasattr(module, "lora_A"))
+    scales = {float(module.scaling["default"]) for module in adapted}
+    if len(scales) > 1:
+        raise ValueError(f"the model's LoRA adapters have different scales {sorted(scales)}; one for all is supported.")
+    return scales.pop() if scales else None
 
 
 def _layout(forward_inputs: dict[str, Any]) -> PromptLayout:

@@ -87,6 +87,24 @@ def fsdp_strategy(s: Settings) -> Iterator[Problem]:
         )
 
 
+def trained_prefix(s: Settings) -> Iterator[Problem]:
+    """FSDP2 must keep the weights of a prefix that learns until its backward pass."""
+    strategy, key = str(s.get("actor.fsdp_config.strategy")).lower(), "actor.fsdp_config.reshard_after_forward"
+    lora = s.flag(f"{s.model}.is_lora")
+    if not (
+        s.trains and strategy == "fsdp2" and s.flag(key, True) and (lora or not s.flag(f"{s.openpi}.train_expert_only"))
+    ):
+        return
+    yield Problem(
+        key,
+        show(s.get(key)) if s.has(key) else "missing (true)",
+        f"false where fsdp2 trains the vision-language model ({s.model}.is_lora, or {s.openpi}.train_expert_only off)",
+        f"set {key}: false, or actor.fsdp_config.strategy: fsdp",
+        "the expert's gradient reaches a prefix layer through its keys and values only, which FSDP2 does not watch: the layer's "
+        "weights would be gone when its backward pass needs them",
+    )
+
+
 def weight_syncer(s: Settings) -> Iterator[Problem]:
     """Weights travel through RLinf's bucket syncer, or its patch syncer on GPUs."""
     key = "weight_syncer.type"
@@ -166,6 +184,18 @@ def patch_compression(s: Settings) -> Iterator[Problem]:
         yield Problem(key, found, "none where patches travel through the host", f"set {key}: none")
 
 
+def lora_syncer(s: Settings) -> Iterator[Problem]:
+    """Merged LoRA weights travel in buckets."""
+    if s.trains and s.flag(f"{s.model}.is_lora") and s.get("weight_syncer.type") == "patch":
+        yield Problem(
+            "weight_syncer.type",
+            "'patch'",
+            f"bucket with {s.model}.is_lora: true",
+            "use the group weight_syncer: bucket",
+            "patches compare parameters by their adapters' names, and the engine holds merged matrices",
+        )
+
+
 def precision(s: Settings) -> Iterator[Problem]:
     """The actor must keep PI0.5's own mix of precisions."""
     if not s.trains:
@@ -181,9 +211,11 @@ CHECKS_ANY = (placement_syntax,)
 CHECKS = (
     one_gpu_per_rollout_worker,
     fsdp_strategy,
+    trained_prefix,
     weight_syncer,
     bucket_options,
     patch_initial_sync,
     patch_compression,
+    lora_syncer,
     precision,
 )

@@ -37,7 +37,7 @@ CHECKPOINTING_REASON = (
 UNSUPPORTED: tuple[Unsupported, ...] = (
     # the model
     Unsupported(
-        "{model}.is_lora", "the engine holds PI0.5's plain parameters, LoRA adapters have other names and other math"
+        "{model}.lora_path", "RLinf adapts the whole model then, under names and a scale that cannot be merged safely"
     ),
     Unsupported(
         "{model}.openpi.use_dsrl", "DSRL lets a SAC agent choose the initial noise, which the engine draws itself"

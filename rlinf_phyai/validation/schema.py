@@ -66,6 +66,8 @@ _ALWAYS = (
     Key("{model}.num_action_chunks", POSITIVE),
     Key("{model}.num_steps", POSITIVE, required=False),
     Key("{model}.action_dim", POSITIVE),
+    Key("{model}.is_lora", FLAG, required=False),
+    Key("{model}.lora_rank", POSITIVE, required=False),
     Key("{model}.openpi", SECTION),
     Key("{model}.openpi.config_name", TEXT),
     Key("{model}.openpi.num_steps", POSITIVE, required=False),

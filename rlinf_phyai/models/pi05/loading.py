@@ -26,6 +26,7 @@ from rlinf_phyai.models.pi05.checkpoint import (
     weight_files,
 )
 from rlinf_phyai.models.pi05.finite import all_finite, magnitudes, non_finite
+from rlinf_phyai.models.pi05.lora import merge_adapters
 from rlinf_phyai.models.pi05.weights import PI05Weights
 
 _SHOWN = 8
@@ -137,7 +138,8 @@ def round_transformers(weights: PI05Weights) -> None:
 def load_checkpoint(
     weights: PI05Weights, checkpoint_dir: str | Path, extra: str | Path | None, progress: bool
 ) -> LoadReport:
-    """Loads a checkpoint directory and, on top of it, an optional ``.pt`` state dict (any subset of the parameters).
+    """Loads a checkpoint directory and, on top of it, an optional ``.pt`` state dict (any subset of the parameters; of a
+    LoRA run, whose adapters are merged).
 
     In bfloat16 the checkpoint is also rounded (:func:`round_transformers`).
 
@@ -151,7 +153,7 @@ def load_checkpoint(
         round_transformers(weights)
     if extra is not None:
         where = f"weights file {extra}"
-        state = load_state_file(extra)
+        state = merge_adapters(load_state_file(extra))
         shapes: dict[str, tuple[int, ...]] = {}
         add_shapes(shapes, tensor_headers(state), where)
         top = plan_load(weights.views, shapes, weights.is_optional, subset=True, where=where)

@@ -355,6 +355,24 @@ ERRORS = [
         },
         ("'nvcomp_lz4' with transport_device 'cpu'", "through the host"),
     ),
+    Case(
+        "trained_prefix",
+        "actor.fsdp_config.reshard_after_forward",
+        {f"{MODEL}.is_lora": True, "actor.fsdp_config.strategy": "fsdp2"},
+        ("is true", "false where fsdp2 trains", "keys and values"),
+    ),
+    Case(
+        "trained_prefix",
+        "actor.fsdp_config.reshard_after_forward",
+        {f"{OPENPI}.train_expert_only": False, "actor.fsdp_config.strategy": "fsdp2"},
+        ("train_expert_only off",),
+    ),
+    Case(
+        "lora_syncer",
+        "weight_syncer.type",
+        {f"{MODEL}.is_lora": True, "weight_syncer": {"type": "patch", "patch": {"init_sync": {"enabled": True}}}},
+        ("'patch'", "bucket with actor.model.is_lora: true", "merged"),
+    ),
     Case("precision", f"{MODEL}.precision", {f"{MODEL}.precision": "bf16"}, ("'bf16'", "allowed: null", "log-probs")),
     change_one("precision", "actor.fsdp_config.mixed_precision.param_dtype", "bf16", "'bf16'", "allowed: null"),
     # -- batches

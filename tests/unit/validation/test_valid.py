@@ -108,6 +108,7 @@ def test_shipped_kernel_policies_are_accepted(config: MakeConfig) -> None:
         ({"env.train.auto_reset": True, "env.train.max_episode_steps": 120}, 2),
         ({"env.train.rollout_epoch": REMOVED, "algorithm.rollout_epoch": 8}, 2),  # RLinf's deprecated place
         ({"env.train.task_suite_name": "libero_10"}, 2),
+        ({f"{MODEL}.is_lora": True, f"{MODEL}.lora_rank": 8}, 2),
         ({"actor.enable_offload": True, "rollout.enable_offload": True}, 2),
     ],
     ids=lambda value: "+".join(value) if isinstance(value, dict) else str(value),
@@ -204,7 +205,7 @@ def test_stock_backend_meets_neutral_checks_only(config: MakeConfig) -> None:
     changes = {
         **STOCK,
         **NO_CORRECTION,
-        f"{MODEL}.is_lora": True,
+        f"{MODEL}.gradient_checkpointing": True,
         f"{MODEL}.model_path": "/nowhere",
         f"{OPENPI}.noise_method": "flow_noise",
         f"{OPENPI}.config_name": "pi0_libero",
@@ -220,7 +221,7 @@ def test_stock_backend_meets_neutral_checks_only(config: MakeConfig) -> None:
 
 def test_stock_backend_is_the_default(config: MakeConfig) -> None:
     for absent in (REMOVED, None):
-        cfg = config(FULL, {"rollout.rollout_backend": absent, f"{MODEL}.is_lora": True, **NO_CORRECTION})
+        cfg = config(FULL, {"rollout.rollout_backend": absent, f"{OPENPI}.noise_anneal": True, **NO_CORRECTION})
         assert find_problems(cfg, gpus=2) == []
 
 
@@ -259,6 +260,6 @@ def test_config_error_is_one_of_ours(config: MakeConfig) -> None:
     from rlinf_phyai.errors import PhyaiError
 
     with pytest.raises(PhyaiError) as raised:
-        validate_config(config(FULL, {f"{MODEL}.is_lora": True}), gpus=2)
+        validate_config(config(FULL, {f"{MODEL}.gradient_checkpointing": True}), gpus=2)
     assert isinstance(raised.value, ValueError)
     assert str(raised.value).startswith("the config has 1 problem; nothing was started.")
