@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -27,18 +27,45 @@ def version() -> None:
 
 
 @app.command()
-def doctor() -> None:
-    """Check the installation part by part; exits with 1 if something that training needs does not work."""
-    from rlinf_phyai.doctor import run_checks
+def doctor(
+    config: Annotated[
+        str | None, typer.Argument(help="Also check this training config: a name in --config-path, or a .yaml file.")
+    ] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="Hydra overrides, key=value.")] = None,
+    config_path: Annotated[
+        str | None, typer.Option(help="Folder of the config. Default: examples/embodiment/config.")
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="Estimate memory for this many GPUs instead of those found here.")
+    ] = None,
+    gpu_memory: Annotated[float | None, typer.Option(help="GiB of each of them.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the findings into this file.")] = None,
+    only_config: Annotated[
+        bool, typer.Option("--only-config", help="Leave out the checks of the installation.")
+    ] = False,
+) -> None:
+    """Check the installation part by part, and a config against this machine; exits with 1 if a run could not start."""
+    from dataclasses import replace
 
-    broken = 0
-    for finding in run_checks():
-        mark = "ok  " if finding.ok else "FAIL" if finding.needed else "none"
-        typer.echo(f"{mark}  {finding.name:<14} {finding.detail}")
-        if not finding.ok and finding.fix:
-            typer.echo(f"      {'':<14} -> {finding.fix}")
-        broken += finding.needed and not finding.ok
-    if broken:
+    from rlinf_phyai import doctor, environment
+    from rlinf_phyai.doctor import report, run_config
+
+    if only_config and config is None:
+        raise typer.BadParameter("--only-config needs a config")
+    environment.set_defaults()
+    findings: list[doctor.Finding] = []
+    memory: dict[str, Any] = {}
+    if not only_config:
+        findings += doctor.run_all(doctor.CHECKS, lambda part: typer.echo(f"checking {part} ...", err=True))
+    if config is not None:
+        machine = run_config.Machine.here()
+        if gpus is not None:
+            machine = replace(machine, gpus=gpus, gpu_gib=gpu_memory or machine.gpu_gib)
+        findings += run_config.findings(config, overrides or [], config_path, machine, memory)
+    report.print_table(findings)
+    if json_file is not None:
+        report.write_json(findings, memory, json_file)
+    if not report.passed(findings):
         raise typer.Exit(1)
 
 
