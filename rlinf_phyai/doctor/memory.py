@@ -14,9 +14,9 @@ Per GPU that an actor uses (benchmarks/results/actor_mb32.json and actor_mb128.j
     parameters   bytes in the actor's types; gradients and Adam's two moments: the same per trainable byte, so once and twice
     activations  0.18 GiB per observation of the micro-batch, from the two measurements
 
-A strategy that shards divides parameters, gradients and moments by the number of actors. Not measured, so assumed: 0.6 GiB for the
-CUDA context of each process, 0.2 GiB for an environment that renders on the GPU. Measured on a CPU: 2.2 GiB of host memory for a
-LIBERO environment.
+With offloading, the larger of the two sides counts. A strategy that shards divides parameters, gradients and moments by the number
+of actors. Not measured, so assumed: 0.6 GiB for the CUDA context of each process, 0.2 GiB for an environment that renders on the
+GPU. Measured on a CPU: 2.2 GiB of host memory for a LIBERO environment.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ class Run:
     Attributes:
         actors, rollouts, environment_workers: per process, the GPUs it uses.
         shards: the FSDP strategy divides the model over the actors.
+        actor_offload, rollout_offload: that side leaves the GPU while the other works.
     """
 
     model: PI05Config
@@ -61,6 +62,8 @@ class Run:
     trains: bool
     expert_only: bool
     shards: bool
+    actor_offload: bool
+    rollout_offload: bool
     actors: tuple[tuple[int, ...], ...]
     rollouts: tuple[tuple[int, ...], ...]
     environment_workers: tuple[tuple[int, ...], ...]
@@ -105,24 +108,32 @@ def actor_parts(
 
 
 def per_gpu(run: Run) -> dict[int, Parts]:
-    """GPU -> its parts."""
-    found: dict[int, Parts] = defaultdict(dict)
-
-    def add(users: tuple[tuple[int, ...], ...], parts: Parts) -> None:
-        for ranks in users:
-            for rank in ranks:
-                for name, size in parts.items():
-                    found[rank][name] = found[rank].get(name, 0.0) + size / len(ranks)
-
-    context = {"CUDA contexts": CONTEXT_GIB}
-    add(run.rollouts, engine_parts(run.model, run.rollout_batch, run.cameras, run.dtype) | context)
+    """GPU -> its parts when they are most: while the engine samples or while the actor trains, without what is offloaded then."""
+    engine = _placed(run.rollouts, engine_parts(run.model, run.rollout_batch, run.cameras, run.dtype))
+    actor: dict[int, Parts] = {}
     if run.trains:
         shards = max(1, len(run.actors)) if run.shards else 1
-        # The actor builds all cameras and, whatever the engine computes, the critic that the config asks for.
-        actor = actor_parts(run.model, run.micro_batch, expert_only=run.expert_only, shards=shards, dtype=run.dtype)
-        add(run.actors, actor | context)
-    add(run.environment_workers, {"environments": ENVIRONMENT_GPU_GIB * run.environments})
-    return dict(sorted(found.items()))
+        parts = actor_parts(run.model, run.micro_batch, expert_only=run.expert_only, shards=shards, dtype=run.dtype)
+        actor = _placed(run.actors, parts)
+    processes = _placed(run.rollouts + (run.actors if run.trains else ()), {"CUDA contexts": CONTEXT_GIB})
+    simulators = _placed(run.environment_workers, {"environments": ENVIRONMENT_GPU_GIB * run.environments})
+    found = {}
+    for rank in sorted({*engine, *actor, *processes, *simulators}):
+        always = processes.get(rank, {}) | simulators.get(rank, {})
+        sampling = engine.get(rank, {}) | ({} if run.actor_offload else actor.get(rank, {}))
+        training = actor.get(rank, {}) | ({} if run.rollout_offload else engine.get(rank, {}))
+        found[rank] = max(sampling, training, key=lambda parts: sum(parts.values())) | always
+    return found
+
+
+def _placed(users: tuple[tuple[int, ...], ...], parts: Parts) -> dict[int, Parts]:
+    """Parts per GPU; a process on several GPUs is taken to use them evenly."""
+    found: dict[int, Parts] = defaultdict(dict)
+    for ranks in users:
+        for rank in ranks:
+            for name, size in parts.items():
+                found[rank][name] = found[rank].get(name, 0.0) + size / len(ranks)
+    return found
 
 
 def host_gib(run: Run) -> float:

@@ -208,6 +208,8 @@ def read_run(cfg: DictConfig, gpus: int) -> Run:
         trains=settings.trains,
         expert_only=bool(openpi.get("train_expert_only", False)),
         shards=fsdp == "fsdp2" or sharding != "no_shard",
+        actor_offload=settings.flag("actor.enable_offload"),
+        rollout_offload=settings.flag("rollout.enable_offload"),
         actors=placed["actor"] if settings.trains else (),
         rollouts=placed["rollout"],
         environment_workers=placed["env"],

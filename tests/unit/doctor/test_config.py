@@ -125,6 +125,17 @@ def test_memory_follows_the_placement(examine: Any) -> None:
     assert sharded["gpus"][0]["actor parameters"] == pytest.approx(one["gpus"][0]["actor parameters"] / 4)
 
 
+def test_offloaded_sides_do_not_add_up(examine: Any) -> None:
+    both = [f"{side}.enable_offload=True" for side in ("actor", "rollout")]
+    _, together = examine(FULL, *SIZES, gpus=1)
+    _, in_turns = examine(FULL, *SIZES, *both, gpus=1)
+    engine = sum(size for name, size in together["gpus"][0].items() if name.startswith("engine"))
+    assert sum(in_turns["gpus"][0].values()) == pytest.approx(sum(together["gpus"][0].values()) - engine)
+    _, small = examine(FULL, *SIZES, *both, "actor.micro_batch_size=1", "env.train.total_num_envs=512", gpus=1)
+    assert "engine weights" in small["gpus"][0]
+    assert "actor parameters" not in small["gpus"][0]
+
+
 def test_a_placement_that_cannot_be_read_gives_no_estimate(examine: Any) -> None:
     only = "+cluster.component_placement={actor: 0}"
     found, memory = examine(FULL, *SIZES, "~cluster.component_placement", only, gpus=1)
