@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from rlinf_phyai import cuda_tools, doctor
 from rlinf_phyai.cli import app
 from rlinf_phyai.doctor import cluster, gpu, report, simulator, software
-from rlinf_phyai.doctor.finding import Broken, Check, Doubtful, Finding
+from rlinf_phyai.doctor.finding import Check, Doubtful, Finding
 
 Provoke = Callable[[pytest.MonkeyPatch, Path], None]
 
@@ -170,15 +170,6 @@ def test_flashinfer_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_tools, "find_nvcc", lambda: None)
     with pytest.raises(Doubtful, match="finds no nvcc"):
         gpu.flashinfer()
-
-
-def test_ray_and_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A real Ray and a real worker; then a plugin that fails there, which RLinf only logs."""
-    assert "a worker registers the plugin and has transformers" in cluster.ray_and_worker()
-
-    monkeypatch.setenv("RLINF_EXT_MODULE", "rlinf_phyai_no_such_module")
-    with pytest.raises(Broken, match=r"does not register inside a worker: .*rlinf_phyai_no_such_module"):
-        cluster.ray_and_worker()
 
 
 @pytest.mark.parametrize(
