@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GRPO, another suite, two pipeline stages and WandB's offline mode, in one real run."""
+"""Real runs that differ from the main one in several ways at once, each way independent of the others."""
 
 from __future__ import annotations
 
@@ -57,4 +57,29 @@ def test_grpo_in_two_stages_with_wandb(start: StartProgram) -> None:
     for tag in ("env/success_once", "train/actor/importance_sampling_weight", "time/step"):
         assert history[tag] == pytest.approx(scalars[tag], rel=1e-6)
     assert set(scalars) <= set(history)
+    assert program.left_over() == []
+
+
+def test_lora_on_two_rollout_ranks_that_offload(start: StartProgram) -> None:
+    """Actor and engines take turns with their memory; both engines hold what the actor learnt on its adapters."""
+    program = start(
+        "launcher",
+        "~cluster.component_placement",
+        "+cluster.component_placement={actor:'0',env:'0',rollout:'0:0-1'}",
+        "actor.enable_offload=True",
+        "rollout.enable_offload=True",
+        "actor.model.is_lora=True",
+        "actor.model.lora_rank=4",
+        "actor.fsdp_config.reshard_after_forward=False",
+        "actor.optim.lr=1e-3",
+    )
+    run = program.finish()
+    run.assert_success()
+    scalars = run.scalars()
+    assert scalars["train/actor/grad_norm"][0] > 0
+    for step in range(2):  # the second one samples with what the first one learnt
+        assert scalars["train/actor/first_update/ratio_max_dev"][step] == 0.0
+        assert scalars["train/actor/rollout_train_logprob_gap"][step] < 1e-4
+    for timer in ("time/rollout/offload", "time/rollout/reload"):
+        assert len(scalars[timer]) == 2
     assert program.left_over() == []
