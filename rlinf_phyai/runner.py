@@ -16,6 +16,7 @@ from rlinf.runners.embodied_runner import EmbodiedRunner
 from rlinf_phyai import checkpoints
 from rlinf_phyai.checksum import require_equal
 from rlinf_phyai.launch import say
+from rlinf_phyai.tensorboard_layout import add_layout
 
 
 class PhyaiRunner(EmbodiedRunner):
@@ -49,6 +50,7 @@ class PhyaiRunner(EmbodiedRunner):
         """Start rollout, environment and actor workers as RLinf does, and print which of them are ready."""
         with StartProgress({"rollout": self.rollout, "env": self.env, "actor": self.actor}):
             super().init_workers()
+        add_layout(self.metric_logger)
         if self.cfg.runner.get("resume_dir"):
             self.checkpoint = Path(self.cfg.runner.resume_dir)
 
