@@ -224,6 +224,24 @@ def test_nothing_ends_the_doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert [finding["status"] for finding in content["findings"]] == ["ok", "error", "warning", "error"]
 
 
+@pytest.mark.parametrize(
+    "module", ["torch", "rlinf", "transformers", "openpi", "libero", "hydra", "psutil", "omegaconf"]
+)
+def test_any_package_may_be_missing(module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, so without the checks that start another one."""
+    checks = [check for check in doctor.CHECKS if check.part not in ("Ray and a worker", "rendering")]
+    for check in checks:
+        check()  # whatever is imported while a package is hidden would stay crippled for later tests
+    for name in [name for name in sys.modules if name.partition(".")[0] == module]:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setattr(doctor, "CHECKS", checks)
+    arguments = ["doctor", "no_such_config", "--json", str(tmp_path / "found.json")]
+    assert CliRunner().invoke(app, arguments).exit_code == 1
+    content = json.loads((tmp_path / "found.json").read_text())
+    assert [finding["part"] for finding in content["findings"]] == [check.part for check in checks] + ["config"]
+
+
 def test_warnings_are_no_failure() -> None:
     findings = [Finding("a", "ok", ""), Finding("b", "warning", "x", "y")]
     assert report.passed(findings)
