@@ -137,8 +137,8 @@ def start(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path, repos
 
 @pytest.fixture(scope="session")
 def recorded_run(start: StartProgram) -> Run:
-    """Two training steps with the phyai backend, everything recorded."""
-    run = start("driver").finish()
+    """Two training steps with the phyai backend, everything recorded, and a checkpoint after each."""
+    run = start("driver", "runner.save_interval=1").finish()
     run.assert_success()
     return run
 
@@ -148,3 +148,20 @@ def load(path: Path) -> Any:
     import torch
 
     return torch.load(path, weights_only=False)
+
+
+UNREAD_WEIGHT = "paligemma_with_expert.gemma_expert.lm_head.weight"  # the engine keeps its name only
+
+
+def assert_every_rank_equals_the_actor(sync: dict[str, Any], ranks: int = 1) -> None:
+    """Of a recorded sync: every parameter that is computed with, bit for bit."""
+    import torch
+
+    actor = sync["actor"]
+    assert len(sync["rollout"]) == ranks
+    for rollout in sync["rollout"]:
+        assert list(rollout) == list(actor)
+        held = {name: tensor for name, tensor in rollout.items() if not tensor.is_meta}
+        assert set(actor) - set(held) == {UNREAD_WEIGHT}
+        for name, tensor in held.items():
+            assert torch.equal(tensor, actor[name]), name

@@ -3,11 +3,14 @@
 
 Run like ``rlinf_phyai.train``, with ``RECORD_DIR`` in the environment. Files written there:
 
-    sync_<n>.pt       after weight sync n: ``actor`` and ``rollout``, each a dict name -> tensor, from every rank 0
+    sync_<n>.pt       after weight sync n: ``actor``, a dict name -> tensor, ``rollout``, the same of every rank, and
+                      ``optimizer``, the state of rank 0
     batch_<n>.pt      the actor's batch of training step n, as it was received
     bootstrap.pt      (observation, values) of every call of the rollout worker's get_bootstrap_values
 
-The functions below that take a worker run inside the worker's process; nothing in the package knows of them.
+With ``FAULT=<name>@<n>`` that fault of :mod:`tests.integration.faults` strikes just before weight sync n, in one rank.
+With ``SYNCS=<n>`` there are no environments and no training: the actor's weights are changed at random and sent,
+n times. The functions below that take a worker run inside the worker's process; nothing in the package knows of them.
 """
 
 from __future__ import annotations
@@ -22,9 +25,10 @@ import ray
 import torch
 from omegaconf import DictConfig
 
-from rlinf_phyai.launch import absolute_config_path, run_as_program
+from rlinf_phyai.launch import absolute_config_path, run_as_program, worker_groups
 from rlinf_phyai.runner import PhyaiRunner
 from rlinf_phyai.train import train
+from tests.integration.faults import FAULTS
 
 
 def actor_weights(worker: Any) -> dict[str, torch.Tensor]:
@@ -32,10 +36,33 @@ def actor_weights(worker: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in weights.items()}
 
 
+def optimizer_state(worker: Any) -> dict[str, Any]:
+    return {
+        f"{index}.{key}": local(value).clone()
+        for index, state in worker.optimizer.state_dict()["state"].items()
+        for key, value in state.items()
+    }
+
+
 def rollout_weights(worker: Any) -> dict[str, torch.Tensor]:
     weights = worker.hf_model.state_dict()
     # A meta tensor is a weight that no computation reads: the engine holds its name only.
     return {name: tensor if tensor.is_meta else tensor.detach().cpu().clone() for name, tensor in weights.items()}
+
+
+def move_weights(worker: Any, seed: int) -> None:
+    """An imagined training step: every trainable parameter moves, on each rank by numbers of its own."""
+    noise = torch.Generator().manual_seed(1000 * seed + worker._rank)
+    with torch.no_grad():
+        for parameter in worker.model.parameters():
+            if parameter.requires_grad:
+                part = local(parameter)
+                part.add_(0.05 * torch.randn(part.shape, generator=noise))
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor that may be sharded."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def save_batch(worker: Any, path: str) -> None:
@@ -63,10 +90,13 @@ class RecordingRunner(PhyaiRunner):
     """RLinf's loop; before and after some of its calls it looks into the workers."""
 
     def init_workers(self) -> None:
-        super().init_workers()
         self.record_dir = Path(os.environ["RECORD_DIR"])
         self.record_dir.mkdir(parents=True, exist_ok=True)
         self.syncs = 0
+        self.start()
+
+    def start(self) -> None:
+        super().init_workers()
         self.ask(self.rollout, watch_bootstrap)
         compute = self.actor.compute_advantages_and_returns
 
@@ -77,23 +107,56 @@ class RecordingRunner(PhyaiRunner):
         self.actor.compute_advantages_and_returns = recorded
 
     def update_rollout_weights(self) -> None:
+        name, _, sync = os.environ.get("FAULT", "").partition("@")
+        if name and int(sync) == self.syncs:
+            group, function = FAULTS[name]
+            ranks = getattr(self, group).worker_info_list
+            victim = ranks[-1] if group == "rollout" else ranks[0]  # the actor's rank 0 is the one that sends
+            ray.get(victim.worker.__ray_call__.remote(function))
         super().update_rollout_weights()
-        torch.save(
-            {"actor": self.ask(self.actor, actor_weights), "rollout": self.ask(self.rollout, rollout_weights)},
-            self.record_dir / f"sync_{self.syncs}.pt",
-        )
+        record = {
+            "actor": self.ask(self.actor, actor_weights),
+            "rollout": self.ask_all(self.rollout, rollout_weights),
+            "optimizer": self.ask(self.actor, optimizer_state),
+        }
+        torch.save(record, self.record_dir / f"sync_{self.syncs}.pt")
         self.syncs += 1
 
     def run(self) -> None:
         super().run()
         torch.save(self.ask(self.rollout, seen_bootstraps), self.record_dir / "bootstrap.pt")
 
+    def ask_all(self, group: Any, function: Any, *arguments: Any) -> list[Any]:
+        """The answers of every rank; they are asked at once, since gathering sharded weights takes all of them."""
+        return ray.get([info.worker.__ray_call__.remote(function, *arguments) for info in group.worker_info_list])
+
     def ask(self, group: Any, function: Any, *arguments: Any) -> Any:
-        return ray.get(group.worker_info_list[0].worker.__ray_call__.remote(function, *arguments))
+        """The answer of rank 0."""
+        return self.ask_all(group, function, *arguments)[0]
+
+
+class SyncRunner(RecordingRunner):
+    """Weight syncs alone, between the real workers."""
+
+    def start(self) -> None:
+        for group in (self.rollout, self.actor):
+            group.init_worker().wait()
+
+    def run(self) -> None:
+        for step in range(int(os.environ["SYNCS"])):
+            self.ask(self.actor, move_weights, step)
+            self.actor.set_global_step(step).wait()
+            self.update_rollout_weights()
 
 
 def run(cfg: DictConfig) -> None:
-    train(cfg, RecordingRunner)
+    if "SYNCS" not in os.environ:
+        train(cfg, RecordingRunner)
+        return
+    with worker_groups(cfg, ("actor", "rollout")) as (cfg, groups):
+        runner = SyncRunner(cfg=cfg, env=None, **groups)
+        runner.init_workers()
+        runner.run()
 
 
 @hydra.main(version_base="1.3", config_path=None, config_name=None)

@@ -11,11 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integration.conftest import TINY, Run, StartProgram, load
+from tests.integration.conftest import TINY, Run, StartProgram, assert_every_rank_equals_the_actor, load
 
 pytestmark = pytest.mark.integration
-
-UNREAD_WEIGHT = "paligemma_with_expert.gemma_expert.lm_head.weight"  # the engine keeps its name only
 
 
 def test_metrics_of_an_exact_rollout(recorded_run: Run) -> None:
@@ -37,11 +35,7 @@ def test_engine_equals_actor_after_every_sync(recorded_run: Run) -> None:
     """Every parameter that is computed with, bit for bit; and the second sync brought something new."""
     syncs = [load(recorded_run.record_dir / f"sync_{n}.pt") for n in range(2)]
     for sync in syncs:
-        assert list(sync["rollout"]) == list(sync["actor"])
-        held = {name: tensor for name, tensor in sync["rollout"].items() if not tensor.is_meta}
-        assert set(sync["actor"]) - set(held) == {UNREAD_WEIGHT}
-        for name, tensor in held.items():
-            assert torch.equal(tensor, sync["actor"][name]), name
+        assert_every_rank_equals_the_actor(sync)
     first, second = (sync["actor"] for sync in syncs)
     moved = {name for name in first if not torch.equal(first[name], second[name])}
     assert "value_head.mlp.0.weight" in moved
