@@ -85,6 +85,7 @@ def test_other_ratios(actor: str, rollout: str, start: StartProgram) -> None:
 # -- resumed runs and other weights ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_resumed_run_goes_on_and_a_lost_bucket_ends_it(start: StartProgram, recorded_run: Run) -> None:
     """Step number, weights and optimizer are those of the checkpoint; the second sync then fails half-way.
 
