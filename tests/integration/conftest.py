@@ -150,6 +150,12 @@ def load(path: Path) -> Any:
     return torch.load(path, weights_only=False)
 
 
+def checkpoint_of(run: Run, step: int) -> Path:
+    """The folder that RLinf's runner wrote after a training step."""
+    (folder,) = run.log_dir.glob(f"*/checkpoints/global_step_{step}")
+    return folder
+
+
 UNREAD_WEIGHT = "paligemma_with_expert.gemma_expert.lm_head.weight"  # the engine keeps its name only
 
 

@@ -4,17 +4,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests.integration.conftest import (
-    TINY,
     Program,
     Run,
     StartProgram,
     assert_every_rank_equals_the_actor,
+    checkpoint_of,
     load,
 )
 
@@ -29,12 +28,6 @@ def placed(actor: str, rollout: str, env: str = "0") -> list[str]:
         "~cluster.component_placement",
         f"+cluster.component_placement={{actor:'{actor}',rollout:'{rollout}',env:'{env}'}}",
     ]
-
-
-def checkpoint_of(run: Run, step: int) -> Path:
-    """The folder of RLinf's runner for a training step."""
-    (folder,) = run.log_dir.glob(f"*/checkpoints/global_step_{step}")
-    return folder
 
 
 def assert_stopped(program: Program, run: Run, cause: str, worker: str = "") -> None:
@@ -151,49 +144,6 @@ def test_ckpt_path_replaces_frozen_weights_too(start: StartProgram, recorded_run
     frozen = [name for name in given if ".language_model." in name or ".vision_tower." in name]
     assert len(frozen) > 20
     assert all(torch.equal(sync["rollout"][0][name], given[name]) for name in frozen)
-
-
-@pytest.fixture
-def resume(tiny_checkpoint: Path, recorded_run: Run, repository: Path) -> Any:
-    """``resume(step)``: the actor in this process, loaded from the recorded run's checkpoint."""
-    from hydra import compose, initialize_config_dir
-
-    from rlinf_phyai import plugin
-    from rlinf_phyai.actor.in_process import in_process_actor, start_process_group
-
-    plugin.register()
-    start_process_group()
-    with initialize_config_dir(str(repository / "examples" / "embodiment" / "config"), version_base="1.3"):
-        cfg = compose(TINY, [f"actor.model.model_path={tiny_checkpoint}"])
-
-    def resumed(step: int) -> Any:
-        worker = in_process_actor(cfg)
-        worker.load_checkpoint(str(checkpoint_of(recorded_run, step) / "actor"))
-        worker.set_global_step(step)
-        return worker
-
-    return resumed
-
-
-def test_a_resumed_actor_makes_the_uninterrupted_update(resume: Any, recorded_run: Run) -> None:
-    """Loaded after step 1 and given the batch of step 2, it ends where the run that was not interrupted ended."""
-    from tests.integration.driver import actor_weights, optimizer_state
-
-    actor = resume(1)
-    assert actor.version == 1
-    actor.rollout_batch = load(recorded_run.record_dir / "batch_1.pt")
-    actor.compute_advantages_and_returns()
-    actor.run_training()
-
-    uninterrupted = resume(2)
-    moved = 0
-    for part in (actor_weights, optimizer_state):
-        found, wanted, start = part(actor), part(uninterrupted), part(resume(1))
-        assert found.keys() == wanted.keys()
-        assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
-        moved += sum(not torch.equal(found[name], start[name]) for name in found)
-    assert moved > 100
-    assert actor.lr_scheduler.state_dict()["last_epoch"] == uninterrupted.lr_scheduler.state_dict()["last_epoch"]
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------------
