@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from rlinf.envs.utils import get_env_attr
 
 from rlinf_phyai.env.worker import PhyaiEnvWorker
 from rlinf_phyai.evaluation.outcomes import Episode
@@ -28,7 +27,7 @@ class EvaluationEnvWorker(PhyaiEnvWorker):
 
     def task_sentences(self) -> list[str]:
         """The suite's tasks in order, as the policy is told them."""
-        suite = get_env_attr(self.eval_env_list[0], "task_suite")
+        suite = self.eval_env_list[0].unwrapped.task_suite  # a video recorder may be around it
         return [suite.get_task(task).language for task in range(suite.get_num_tasks())]
 
 
