@@ -432,6 +432,24 @@ def test_extra_weights_that_do_not_fit(state: dict[str, Any], message: str, tmp_
         build_engine(checkpoint, weights=save_extra(tmp_path / "run.pt", state))
 
 
+def test_extra_weights_of_a_lora_run_are_merged(tmp_path: Path, make_engine: MakeEngine) -> None:
+    name = "paligemma_with_expert.paligemma.model.language_model.layers.0.mlp.up_proj.weight"
+    stem = name.replace(".paligemma.", ".paligemma.base_model.model.").removesuffix(".weight")
+    gen = torch.Generator().manual_seed(0)
+    before = STATE[name].float()
+    a, b = torch.randn(2, before.shape[1], generator=gen), torch.randn(before.shape[0], 2, generator=gen)
+    state = {
+        f"{stem}.base_layer.weight": before,
+        f"{stem}.lora_A.default.weight": a,
+        f"{stem}.lora_B.default.weight": b,
+    }
+    engine = make_engine(weights=save_extra(tmp_path / "run.pt", state))
+    torch.testing.assert_close(engine.state_dict()[name], before + b @ a)
+    del state[f"{stem}.lora_B.default.weight"]
+    with pytest.raises(CheckpointError, match=r"up_proj\.weight is incomplete"):
+        make_engine(weights=save_extra(tmp_path / "half.pt", state))
+
+
 def test_extra_weights_missing_or_truncated(tmp_path: Path, checkpoint: Path) -> None:
     with pytest.raises(CheckpointError, match=r"nowhere\.pt does not exist"):
         build_engine(checkpoint, weights=tmp_path / "nowhere.pt")
