@@ -110,9 +110,9 @@ class SourceFailed(Exception):
 
 SESSION = (UpdateState.CLEAN, UpdateState.DIRTY)
 DEAD = (UpdateState.UNUSABLE, UpdateState.CLOSED)
-NEEDS_SESSION = {"update", "rejected_update", "finish", "failing_finish", "abort"}
+NEEDS_SESSION = {"update", "poison", "rejected_update", "finish", "failing_finish", "abort"}
 ACTIONS = ["begin"] * 5 + ["update"] * 10 + ["finish"] * 7 + ["step"] * 6 + ["recover"] * 5
-ACTIONS += ["rejected_update", "failing_finish", "abort", "close"] * 2
+ACTIONS += ["rejected_update", "failing_finish", "abort", "close"] * 2 + ["poison"]
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -138,6 +138,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.version = 0
         self.committed = {"a": 0, "b": 0}
         self.written: dict[str, int] = {}
+        self.poisoned = False
 
     def teardown(self) -> None:
         self.workers.stop()
@@ -191,6 +192,15 @@ class EngineMachine(RuleBasedStateMachine):
             self.state = UpdateState.DIRTY
             self.written[part] = number
 
+    def poison(self, worker: int, part: str, number: int) -> None:
+        """A tensor with one NaN: taken in like any other, but the session cannot be committed any more."""
+        bias = WEIGHTS[number]["time_mlp_in.bias"].clone()
+        bias[number] = float("nan")
+        repeated = self.poisoned
+        call = lambda: self.engine.update_weights({"time_mlp_in.bias": bias})  # noqa: E731
+        if self.attempt(worker, "poison", call, WeightUpdateError if repeated else None) and not repeated:
+            self.state, self.poisoned = UpdateState.DIRTY, True
+
     def rejected_update(self, worker: int, part: str, number: int) -> None:
         def source() -> Iterator[tuple[str, Tensor]]:
             yield from batch(part, 1).items()
@@ -203,7 +213,13 @@ class EngineMachine(RuleBasedStateMachine):
 
     def finish(self, worker: int, part: str, number: int) -> None:
         version = self.version + number if part == "a" else None
-        if self.attempt(worker, "finish", lambda: self.engine.finish_weight_update(version)):
+        call = lambda: self.engine.finish_weight_update(version)  # noqa: E731
+        if not self.attempt(worker, "finish", call, WeightUpdateError if self.poisoned else None):
+            return
+        if self.poisoned:
+            self.seen["refused finish", self.state] += 1
+            self.leave()
+        else:
             self.version = self.version + 1 if version is None else version
             self.committed |= self.written
             self.written, self.state = {}, UpdateState.IDLE
@@ -223,7 +239,7 @@ class EngineMachine(RuleBasedStateMachine):
     def leave(self) -> None:
         """A session that ended without a commit."""
         self.state = UpdateState.UNUSABLE if self.state is UpdateState.DIRTY else UpdateState.IDLE
-        self.written = {}
+        self.written, self.poisoned = {}, False
 
     def step(self, worker: int, part: str, number: int) -> None:
         found = self.attempt(worker, "step", lambda: self.engine.step(REQUEST))
@@ -235,7 +251,7 @@ class EngineMachine(RuleBasedStateMachine):
     def close(self, worker: int, part: str, number: int) -> None:
         _, error = self.workers.call(worker, self.engine.close)
         assert error is None
-        self.state, self.written = UpdateState.CLOSED, {}
+        self.state, self.written, self.poisoned = UpdateState.CLOSED, {}, False
 
     def recover(self, worker: int, part: str, number: int) -> None:
         """What the errors advise: close, and build a new engine."""
@@ -261,7 +277,8 @@ def test_random_sequences_follow_the_state_machine(checkpoint: Path, expected: d
     # The sequences must have been everywhere; a generator that never gets into a session would prove nothing.
     living = {(action, state) for action in set(ACTIONS) - {"recover"} for state in (UpdateState.IDLE, *SESSION)}
     ended = {(action, state) for action in ("begin", "update", "finish", "step", "recover") for state in DEAD}
-    assert (living | ended) - set(EngineMachine.seen) == set()
+    refused = {("refused finish", UpdateState.DIRTY)}
+    assert (living | ended | refused) - set(EngineMachine.seen) == set()
     assert len(EngineMachine.committed_seen) >= 6  # of 9 combinations of the two parts
 
 
