@@ -2,9 +2,9 @@
 """Where GAE's values come from.
 
 The rescoring evaluates the critic on every ordinary step anyway, in the batches that train, so its values are the
-actor's own. With ``rollout.phyai.value_source: actor`` they replace the rollout's, which may then skip the critic (it
-sends NaN)
+actor's own. With ``rollout.phyai.value_source: actor`` they replace the rollout's, which then skips the critic (it sends NaN)
 except where only it sees the observation: the last step of an epoch, and bootstraps, which are inside the rewards.
+``auto`` chooses this wherever it is right.
 """
 
 from __future__ import annotations
@@ -15,7 +15,14 @@ import torch
 
 from rlinf_phyai.actor.correction import expand_mask
 
-VALUE_SOURCES = ("rollout", "actor")
+VALUE_SOURCES = ("auto", "rollout", "actor")
+
+
+def choose_value_source(source: str, recompute: bool, comparable: bool) -> str:
+    """``source`` itself, or what ``auto`` stands for; arguments as for :func:`check_value_source`."""
+    if source != "auto":
+        return source
+    return "actor" if recompute and comparable else "rollout"
 
 
 def check_value_source(source: str, recompute: bool, comparable: bool) -> None:

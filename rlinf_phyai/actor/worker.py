@@ -10,6 +10,7 @@ and ``setup_model_and_optimizer`` trims the list of synchronised weights. With `
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +39,13 @@ from rlinf_phyai.actor.model import KEYS_KEY, LAYOUT_KEY, POOLED_KEY, choose_pre
 from rlinf_phyai.actor.monitor import ADVICE, CorrectionMonitor
 from rlinf_phyai.actor.prefix import PrefixStore, PromptLayout
 from rlinf_phyai.actor.rescoring import BatchPlan, load, rescore, upload
-from rlinf_phyai.actor.values import actor_values, check_value_source, refuse_missing_values, value_gap_metrics
+from rlinf_phyai.actor.values import (
+    actor_values,
+    check_value_source,
+    choose_value_source,
+    refuse_missing_values,
+    value_gap_metrics,
+)
 from rlinf_phyai.checkpoints import explained
 from rlinf_phyai.checksum import Checksum, checksums
 from rlinf_phyai.engine.kernel_policy import load_kernel_policy
@@ -60,11 +67,12 @@ class PhyaiActorWorker(EmbodiedFSDPActor):
 
     def _setup_correction(self) -> None:
         """Choices of the config, and the state of the current training step."""
-        self._value_source = OmegaConf.select(self.cfg, "rollout.phyai.value_source", default="rollout")
         # After the expert, the rollout averages V over all denoise steps while the rescoring sees one of them.
         openpi = self.cfg.actor.model.get("openpi") or {}
         self._values_comparable = bool(openpi.get("value_after_vlm", False)) and self.cfg.algorithm.adv_type == "gae"
-        check_value_source(self._value_source, self.correction.recompute, self._values_comparable)
+        source = OmegaConf.select(self.cfg, "rollout.phyai.value_source", default="auto")
+        check_value_source(source, self.correction.recompute, self._values_comparable)
+        self._value_source = choose_value_source(source, self.correction.recompute, self._values_comparable)
         gib = OmegaConf.select(self.cfg, "rollout.phyai.actor_prefix_cache_gib", default=0)
         self._prefix_store = PrefixStore(int(float(gib or 0) * 2**30))
         self._gaussian = GaussianSettings.from_config(self.cfg)
@@ -75,6 +83,11 @@ class PhyaiActorWorker(EmbodiedFSDPActor):
         self._first_update: FirstUpdate | None = None
         self._micro_batches_seen = 0
         self._observations: Iterator[dict[str, Any]] = iter(())
+
+    @property
+    def correction_metrics(self) -> dict[str, float]:
+        """Figures of the last rescoring, the same on every rank; NaN where no sample contributed."""
+        return dict(self._correction_metrics)
 
     def confirm_backend(self) -> dict[str, str]:
         """Which class really runs in this process: ``module``, ``class`` and the plugin's ``version``."""
@@ -265,8 +278,9 @@ class PhyaiActorWorker(EmbodiedFSDPActor):
         finally:
             self._observations = iter(())
             self._prefix_store.clear()
-        metrics.update(self._correction_metrics)
-        metrics.update(first_update_metrics(self._first_update, self.device))
+        # What no sample contributed to (a denoise step that was never drawn, say) is NaN on every rank: there is nothing to plot.
+        own = self._correction_metrics | first_update_metrics(self._first_update, self.device)
+        metrics.update({name: value for name, value in own.items() if not math.isnan(value)})
         self._first_update = None
         return metrics
 

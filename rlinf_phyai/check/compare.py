@@ -14,6 +14,7 @@ from omegaconf import DictConfig, open_dict
 from rlinf.utils.utils import materialize_tensor
 
 from rlinf_phyai.actor.limits import Limits, Verdict, judge
+from rlinf_phyai.check.diagnosis import likely_cause
 
 Observe = Callable[[torch.Tensor | None], dict[str, Any]]
 """The next observation batch, given the actions ``[B, c, d]`` just taken (``None`` at first)."""
@@ -33,6 +34,11 @@ class Result:
     metrics: dict[str, float]
     p: torch.Tensor
     q: torch.Tensor
+
+    @property
+    def cause(self) -> str | None:
+        """What probably went wrong, if that can be told."""
+        return likely_cause({verdict.name: verdict for verdict in self.verdicts}, self.p, self.q)
 
     @property
     def passed(self) -> bool:
@@ -92,10 +98,10 @@ def compare(actor: Any, policy: Any, observe: Observe, steps: int, limits: Limit
     actor.compute_advantages_and_returns()
     p = actor.rollout_batch["prev_logprobs"]
     metrics = actor.run_training()
-    verdicts += judge(metrics, limits)
+    verdicts += judge(actor.correction_metrics, limits)
     for name, meaning in _EXACT.items():
-        if name in metrics:
-            verdicts.append(Verdict(name, metrics[name], "exactly 0", metrics[name] == 0.0, meaning))
+        value = metrics.get(name, math.nan)
+        verdicts.append(Verdict(name, value, "exactly 0", value == 0.0, meaning))
     moved = [name for name, p in actor.model.named_parameters() if not torch.equal(materialize_tensor(p), before[name])]
     verdicts.append(
         Verdict(

@@ -25,6 +25,8 @@ def print_table(result: Result, console: Console | None = None) -> None:
     for verdict in result.verdicts:
         if not verdict.ok:
             console.print(f"FAIL: {verdict}", soft_wrap=True, markup=False, highlight=False)
+    if result.cause is not None:
+        console.print(f"Likely cause: {result.cause}.", soft_wrap=True, markup=False, highlight=False)
     samples = result.p.shape[0] * result.p.shape[1]
     console.print(f"{'PASS' if result.passed else 'FAIL'}: {samples} observations scored by both.")
 
@@ -33,6 +35,7 @@ def write_json(result: Result, path: Path) -> None:
     """Verdicts and all metrics."""
     content = {
         "passed": result.passed,
+        "likely_cause": result.cause,
         "verdicts": [vars(verdict) for verdict in result.verdicts],
         "metrics": result.metrics,
     }

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from rlinf_phyai.actor.values import choose_value_source
 from rlinf_phyai.engine import DeviceConfig, Engine, EngineArgs, EngineConfig, RuntimeConfig
 from rlinf_phyai.models.pi05 import PI05Args
 from rlinf_phyai.models.pi05.configuration import NOISE_METHODS
@@ -64,12 +65,17 @@ def build_policy(
             f" {transforms.used_cameras}, or the critic averages over the wrong images"
         )
     critic = critic_of(vars(config))
+    value_source = choose_value_source(
+        options.get("value_source", "auto"),
+        recompute=bool(OmegaConf.select(cfg, "algorithm.recompute_logprobs")),
+        comparable=critic == "vlm" and OmegaConf.select(cfg, "algorithm.adv_type") == "gae",
+    )
     policy_options = PolicyOptions(
         action_chunk=config.action_chunk,
         action_env_dim=config.action_env_dim,
         joint_logprob=config.joint_logprob,
         critic=critic,
-        value_source=options.get("value_source", "rollout"),
+        value_source=value_source,
         logprob_offset=float(options.get("debug_logprob_offset", 0.0)),
     )
     sampling = SamplingOptions(

@@ -42,12 +42,14 @@ class PolicyOptions:
     action_env_dim: int
     joint_logprob: bool = False
     critic: Literal["vlm", "expert"] | None = None
-    value_source: Literal["rollout", "actor"] = "rollout"
+    value_source: str = "rollout"
     logprob_offset: float = 0.0
 
     def __post_init__(self) -> None:
         if self.value_source not in ("rollout", "actor"):
-            raise ValueError(f"rollout.phyai.value_source is {self.value_source!r}; allowed: 'rollout', 'actor'")
+            raise ValueError(
+                f"rollout.phyai.value_source is {self.value_source!r}; allowed: 'auto', 'rollout', 'actor'"
+            )
         if self.value_source == "actor" and self.critic != "vlm":
             raise ValueError(
                 "rollout.phyai.value_source: actor needs the critic after the VLM (actor.model.openpi.value_after_vlm:"

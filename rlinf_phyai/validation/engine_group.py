@@ -27,7 +27,7 @@ OPTIONS = (
 FLAGS = ("use_cuda_graph", "progress")
 PARAMS_DTYPES = ("bfloat16", "bf16", "float32", "fp32")
 FP32_DTYPES = PARAMS_DTYPES[2:]
-VALUE_SOURCES = ("rollout", "actor")
+VALUE_SOURCES = ("auto", "rollout", "actor")
 ACTOR_PREFIXES = ("auto", "fused", "real_tokens", "dense")
 SELF_CHECKS = ("off", "warn", "stop")
 
@@ -71,15 +71,15 @@ def value_source(s: Settings) -> Iterator[Problem]:
     value = s.get(key, VALUE_SOURCES[0])
     if value not in VALUE_SOURCES:
         hint = did_you_mean(str(value), VALUE_SOURCES)
-        yield Problem(key, show(value), one_of(VALUE_SOURCES), hint or f"set {key}: rollout")
+        yield Problem(key, show(value), one_of(VALUE_SOURCES), hint or f"set {key}: auto")
     elif value == "actor":
         lacking = [text for text, there in _needed_for_actor_values(s) if not there]
         if lacking:
             yield Problem(
                 key,
                 "'actor'",
-                f"rollout, or actor together with {', '.join(lacking)}",
-                f"set {key}: rollout",
+                f"auto or rollout, or actor together with {', '.join(lacking)}",
+                f"set {key}: auto",
                 "the actor's values come from the rescoring, and only the critic after the VLM does not depend on the denoise step",
             )
 

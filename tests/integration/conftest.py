@@ -137,8 +137,8 @@ def start(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path, repos
 
 @pytest.fixture(scope="session")
 def recorded_run(start: StartProgram) -> Run:
-    """Two training steps with the phyai backend, everything recorded, and a checkpoint after each."""
-    run = start("driver", "runner.save_interval=1").finish()
+    """Two training steps with the phyai backend, everything recorded, the engine's values too, and a checkpoint after each."""
+    run = start("driver", "runner.save_interval=1", "rollout.phyai.value_source=rollout").finish()
     run.assert_success()
     return run
 

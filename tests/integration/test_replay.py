@@ -32,8 +32,8 @@ COMPARED = (
 
 
 @pytest.fixture
-def make_actor(tiny_checkpoint: Path, repository: Path) -> Callable[[], Any]:
-    """Builds the actor of the recorded run in this process."""
+def make_actor(tiny_checkpoint: Path, repository: Path) -> Callable[..., Any]:
+    """``make_actor(*overrides)`` builds the actor of the recorded run in this process."""
     from hydra import compose, initialize_config_dir
 
     from rlinf_phyai import plugin
@@ -41,19 +41,28 @@ def make_actor(tiny_checkpoint: Path, repository: Path) -> Callable[[], Any]:
 
     plugin.register()
     start_process_group()
-    with initialize_config_dir(str(repository / "examples" / "embodiment" / "config"), version_base="1.3"):
-        cfg = compose(TINY, [f"actor.model.model_path={tiny_checkpoint}"])
-    return lambda: in_process_actor(cfg)
+
+    def make(*overrides: str) -> Any:
+        own = [f"actor.model.model_path={tiny_checkpoint}", "rollout.phyai.value_source=rollout"]
+        with initialize_config_dir(str(repository / "examples" / "embodiment" / "config"), version_base="1.3"):
+            return in_process_actor(compose(TINY, [*own, *overrides]))
+
+    return make
 
 
-@pytest.fixture
-def actor(make_actor: Callable[[], Any], recorded_run: Run) -> Any:
-    """With the weights that it had before its first update."""
-    worker = make_actor()
-    weights = load(recorded_run.record_dir / "sync_0.pt")["actor"]
+def set_first_weights(worker: Any, run: Run) -> None:
+    """Those that the actor had before its first update."""
+    weights = load(run.record_dir / "sync_0.pt")["actor"]
     with torch.no_grad():
         for name, parameter in worker.model.named_parameters():
             parameter.to_local().copy_(weights[name])
+
+
+@pytest.fixture
+def actor(make_actor: Callable[..., Any], recorded_run: Run) -> Any:
+    """With the weights that it had before its first update."""
+    worker = make_actor()
+    set_first_weights(worker, recorded_run)
     return worker
 
 
@@ -92,7 +101,7 @@ def differences(found: Any, wanted: Any) -> list[str]:
 
 
 def test_a_resumed_actor_makes_the_same_update(
-    actor: Any, make_actor: Callable[[], Any], recorded_run: Run, tmp_path: Path
+    actor: Any, make_actor: Callable[..., Any], recorded_run: Run, tmp_path: Path
 ) -> None:
     """One actor takes both recorded steps; another one is loaded from what the first saved in between and takes the second."""
     learn(actor, recorded_run, 0)
@@ -108,7 +117,7 @@ def test_a_resumed_actor_makes_the_same_update(
     assert resumed.lr_scheduler.state_dict()["last_epoch"] == actor.lr_scheduler.state_dict()["last_epoch"]
 
 
-def test_a_checkpoint_of_the_run_holds_what_its_actor_held(make_actor: Callable[[], Any], recorded_run: Run) -> None:
+def test_a_checkpoint_of_the_run_holds_what_its_actor_held(make_actor: Callable[..., Any], recorded_run: Run) -> None:
     """RLinf's runner saved it after the first update; the second sync then sent the same weights."""
     resumed = make_actor()
     resumed.load_checkpoint(str(checkpoint_of(recorded_run, 1) / "actor"))
@@ -116,3 +125,62 @@ def test_a_checkpoint_of_the_run_holds_what_its_actor_held(make_actor: Callable[
     for found, wanted in ((actor_weights(resumed), sync["actor"]), (optimizer_state(resumed), sync["optimizer"])):
         assert found.keys() == wanted.keys()
         assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+
+
+def generalised_advantages(rewards: torch.Tensor, values: torch.Tensor, dones: torch.Tensor) -> torch.Tensor:
+    """GAE with gamma 0.99 and lambda 0.95: rewards [T, B], values [T + 1, B], dones [T + 1, B] -> [T, B]."""
+    advantages = torch.zeros_like(rewards)
+    following = torch.zeros_like(rewards[0])
+    for t in reversed(range(len(rewards))):
+        alive = 1.0 - dones[t + 1].float()
+        following = rewards[t] + 0.99 * alive * values[t + 1] - values[t] + 0.99 * 0.95 * alive * following
+        advantages[t] = following
+    return advantages
+
+
+@pytest.mark.parametrize("level, summed", [("token_level", ()), ("action_level", (-1,)), ("chunk_level", (-2, -1))])
+def test_injected_rewards_and_offsets(
+    make_actor: Callable[..., Any], recorded_run: Run, level: str, summed: tuple[int, ...]
+) -> None:
+    """Weights, clip fraction, gap and the weighted loss, from the formulas of docs/correction.md written out here."""
+    actor = make_actor(
+        f"algorithm.logprob_type={level}",
+        "algorithm.importance_sampling_clip=1.05",
+        "actor.optim.lr=0.0",
+        "actor.optim.value_lr=0.0",
+    )
+    set_first_weights(actor, recorded_run)
+    g = torch.Generator().manual_seed(0)
+    recorded = load(recorded_run.record_dir / "batch_0.pt")
+    rewards = torch.rand(recorded["rewards"].shape, generator=g)
+    losses, expected_losses = [], []
+    for scale in (0.02, 0.05):
+        offset = scale * torch.randn(recorded["prev_logprobs"].shape, generator=g)
+        batch = load(recorded_run.record_dir / "batch_0.pt")
+        batch["rewards"] = rewards
+        batch["prev_logprobs"] -= offset  # the rollout claims that its actions were less likely
+        actor.rollout_batch = batch
+        actor.compute_advantages_and_returns()
+        advantages = actor.rollout_batch["advantages"].clone()
+        metrics = actor.run_training()
+        log_weight = offset.double().sum(summed) if summed else offset.double()
+        weight = log_weight.exp()
+        units = advantages.double().reshape(*advantages.shape[:2], *[1] * (weight.dim() - 2)).expand_as(weight)
+        losses.append(metrics["actor/policy_loss"])
+        expected_losses.append(-float((weight.clamp(max=1.05) * units).mean()))
+
+    dones = recorded["dones"].any(dim=-1)
+    expected = generalised_advantages(rewards.sum(dim=-1), recorded["prev_values"][..., 0], dones)
+    expected = (expected - expected.mean()) / (expected.std() + 1e-5)  # RLinf normalises in any case
+    torch.testing.assert_close(advantages[..., 0], expected, atol=1e-4, rtol=1e-4)
+
+    assert metrics["actor/rollout_train_logprob_gap"] == pytest.approx(float(offset.abs().mean()), rel=1e-3)
+    assert metrics["actor/importance_sampling_weight"] == pytest.approx(float(weight.mean()), rel=1e-4)
+    assert metrics["actor/importance_sampling_weight_max"] == pytest.approx(float(weight.max()), rel=1e-4)
+    assert metrics["actor/behav_approx_kl"] == pytest.approx(-float(log_weight.mean()), abs=1e-4)
+    share = float((weight > 1.05).double().mean())
+    assert 0.0 < share < 1.0
+    assert metrics["actor/importance_sampling_clip_fraction"] == pytest.approx(share)
+    assert metrics["actor/first_update/ratio_max_dev"] == 0.0
+    # RLinf scales the loss by its masks; between two losses of the same batch the scale cancels.
+    assert losses[1] / losses[0] == pytest.approx(expected_losses[1] / expected_losses[0], rel=1e-3)

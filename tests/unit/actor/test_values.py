@@ -8,7 +8,13 @@ import math
 import pytest
 import torch
 
-from rlinf_phyai.actor.values import actor_values, check_value_source, refuse_missing_values, value_gap_metrics
+from rlinf_phyai.actor.values import (
+    actor_values,
+    check_value_source,
+    choose_value_source,
+    refuse_missing_values,
+    value_gap_metrics,
+)
 
 
 def test_the_last_step_stays_the_rollouts():
@@ -51,7 +57,7 @@ def test_gap_over_unmasked_known_values():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (("critic", True, True), "'critic'; allowed: rollout, actor"),
+        (("critic", True, True), "'critic'; allowed: auto, rollout, actor"),
         (("actor", False, True), "recompute_logprobs is off"),
         (("actor", True, False), "value_after_vlm: True"),
     ],
@@ -61,6 +67,14 @@ def test_refused_sources(arguments, message):
         check_value_source(*arguments)
 
 
+def test_auto_takes_the_actors_values_wherever_they_are_right():
+    assert choose_value_source("auto", recompute=True, comparable=True) == "actor"
+    assert choose_value_source("auto", recompute=False, comparable=True) == "rollout"
+    assert choose_value_source("auto", recompute=True, comparable=False) == "rollout"
+    assert choose_value_source("rollout", recompute=True, comparable=True) == "rollout"
+
+
 def test_accepted_sources():
+    check_value_source("auto", False, False)
     check_value_source("rollout", False, False)
     check_value_source("actor", True, True)

@@ -71,6 +71,28 @@ def test_masked_micro_batches_count_nowhere(make_actor, make_config, give_batch)
     assert metrics["actor/first_update/ratio_max_dev"] == 0.0
     assert metrics["actor/importance_sampling_weight_max"] == pytest.approx(1.0, abs=1e-3)
     assert metrics["actor/rollout_train_logprob_gap"] < 1e-4
+    # RLinf's explained variance divides by the variance of a micro-batch's returns.
+    assert [k for k, v in metrics.items() if not math.isfinite(v) and k != "critic/explained_variance"] == []
+
+
+def test_a_step_that_is_masked_as_a_whole_reports_no_nan(make_actor, make_config, give_batch):
+    actor = make_actor(make_config(*CORRECTION, *NO_LEARNING, "rollout.phyai.value_source=auto"))
+    batch = give_batch(actor)
+    batch["loss_mask"][:] = False
+    metrics = step(actor)
+    ours = ("actor/importance", "actor/rollout_train", "actor/behav", "actor/first_update")
+    assert [name for name in metrics if name.startswith(ours)] == []
+    assert all(math.isnan(value) for value in actor.correction_metrics.values())
+
+
+def test_a_denoise_step_that_was_not_drawn_is_left_out(make_actor, make_config, give_batch):
+    actor = make_actor(make_config(*CORRECTION))
+    drawn = give_batch(actor)["forward_inputs"]["denoise_inds"]
+    drawn[:] = 1
+    metrics = step(actor)
+    steps = {name for name in metrics if name.startswith("actor/rollout_train_kl/")}
+    assert steps == {"actor/rollout_train_kl/step_1"}
+    assert metrics["actor/rollout_train_kl"] == metrics["actor/rollout_train_kl/step_1"]
 
 
 @pytest.mark.parametrize("level, elements", [("token_level", 1), ("action_level", 7), ("chunk_level", 35)])
@@ -97,13 +119,30 @@ def test_an_offset_acts_as_computed_by_hand(make_actor, make_config, give_batch,
     assert shifted["critic/value_loss"] == plain["critic/value_loss"]
 
 
-@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
-def test_without_learning_rate_nothing_moves(make_actor, make_config, give_batch, algorithm):
-    grpo = ("algorithm.adv_type=grpo", "algorithm.loss_type=actor", "algorithm.group_size=2")
-    actor = make_actor(make_config(*CORRECTION, *NO_LEARNING, *(grpo if algorithm == "grpo" else ())))
+ALGORITHMS = {
+    "ppo": (),
+    "grpo": (
+        "algorithm.adv_type=grpo",
+        "algorithm.loss_type=actor",
+        "algorithm.group_size=2",
+        "actor.model.add_value_head=false",
+        "actor.model.openpi.add_value_head=false",
+    ),
+}
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("joint", [False, True], ids=["one_step", "joint"])
+def test_without_learning_rate_nothing_moves(make_actor, make_config, give_batch, algorithm, joint):
+    overrides = (*CORRECTION, *NO_LEARNING, *ALGORITHMS[algorithm], f"actor.model.openpi.joint_logprob={joint}")
+    actor = make_actor(make_config(*overrides, "algorithm.update_epoch=2"))
+    assert hasattr(actor.model, "value_head") == (algorithm == "ppo")
     before = parameters(actor)
     for _ in range(3):
-        give_batch(actor)
+        batch = give_batch(actor)
+        if joint:
+            inds = batch["forward_inputs"]["denoise_inds"]
+            inds[:] = torch.arange(inds.shape[-1])
         metrics = step(actor)
         assert metrics["actor/approx_kl"] == 0.0
         assert metrics["actor/clip_fraction"] == 0.0
@@ -112,8 +151,9 @@ def test_without_learning_rate_nothing_moves(make_actor, make_config, give_batch
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_with_both_flags_off_it_is_stock_rlinf(make_actor, make_config, give_batch):
-    cfg = make_config("algorithm.update_epoch=2")
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_with_both_flags_off_it_is_stock_rlinf(make_actor, make_config, give_batch, algorithm):
+    cfg = make_config("algorithm.update_epoch=2", "rollout.phyai.actor_prefix=dense", *ALGORITHMS[algorithm])
     results = []
     for stock in (True, False):
         actor = make_actor(cfg, stock=stock)
@@ -155,22 +195,35 @@ def test_offloaded_weights_are_loaded_first(make_actor, make_config, give_batch,
     assert metrics["actor/first_update/ratio_max_dev"] == 0.0
 
 
-def test_the_actors_values_replace_the_rollouts(make_actor, make_config, give_batch):
-    actor = make_actor(make_config(*CORRECTION, "rollout.phyai.value_source=actor"))
-    by_rollout = make_actor(make_config(*CORRECTION))
+@pytest.mark.parametrize("source", ["actor", "auto"])
+@pytest.mark.parametrize("auto_reset", [False, True])
+def test_the_actors_values_replace_the_rollouts(make_actor, make_config, give_batch, source, auto_reset):
+    """Advantages and returns are those of stock RLinf with the actor's own values at every step."""
+    episodes = f"env.train.auto_reset={auto_reset}"
+    actor = make_actor(make_config(*CORRECTION, f"rollout.phyai.value_source={source}", episodes))
+    stock = make_actor(make_config(episodes), stock=True)
     # The critic of both actors starts from the same seed as the model that recorded the batch.
-    batch = give_batch(by_rollout)
-    by_rollout.compute_advantages_and_returns()
-    expected = by_rollout.rollout_batch["advantages"]
+    batch = give_batch(stock)
+    stock.compute_advantages_and_returns()
+    expected = stock.rollout_batch
 
     values = batch["prev_values"].clone()
     values[:-1] = torch.nan  # the rollout computed none but the last
     give_batch(actor, prev_values=values)
     actor.compute_advantages_and_returns()
-    torch.testing.assert_close(actor.rollout_batch["advantages"], expected, rtol=1e-4, atol=1e-4)
+    for name in ("advantages", "returns"):
+        torch.testing.assert_close(actor.rollout_batch[name], expected[name], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(actor.rollout_batch["prev_values"], batch["prev_values"], rtol=1e-5, atol=1e-5)
     assert "actor/rollout_train_value_gap" not in actor.run_training()  # there is nothing to compare with
-    assert by_rollout.run_training()["actor/rollout_train_value_gap"] < 1e-5
+
+
+def test_the_gap_of_the_values_is_measured_where_both_sides_have_them(make_actor, make_config, give_batch):
+    actor = make_actor(make_config(*CORRECTION, "rollout.phyai.value_source=rollout"))
+    values = give_batch(actor)["prev_values"]
+    values += 0.25
+    metrics = step(actor)
+    assert metrics["actor/rollout_train_value_gap"] == pytest.approx(0.25, rel=1e-4)
+    assert metrics["actor/rollout_train_value_gap_max"] == pytest.approx(0.25, rel=1e-4)
 
 
 def test_a_missing_value_stops_before_gae(make_actor, make_config, give_batch):

@@ -22,6 +22,8 @@ from rlinf_phyai.cli import app
 
 TINY = "libero_spatial_ppo_openpi_pi05_phyai_tiny"
 ENVS, STEPS = 2, 2
+LIMITS = Limits.for_dtype(torch.float32)
+GAP = "actor/rollout_train_logprob_gap"
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +57,7 @@ def run(cfg: Any):
         send_weights(actor, policy)
         if plant is not None:
             plant(actor, policy)
-        result = compare(actor, policy, observe or RandomObservations(ENVS), STEPS, Limits.for_dtype(torch.float32))
+        result = compare(actor, policy, observe or RandomObservations(ENVS), STEPS, LIMITS)
         policy.engine.close()
         return result
 
@@ -69,6 +71,10 @@ def failures(result: Result) -> dict[str, str]:
 def test_two_correct_sides_pass(run, tmp_path, capsys):
     result = run()
     assert failures(result) == {}
+    assert result.cause is None
+    assert result.metrics[GAP] < LIMITS.logprob_gap / 5
+    assert result.metrics["actor/rollout_train_kl"] < LIMITS.kl / 5
+    assert result.metrics["actor/rollout_train_value_gap"] < LIMITS.value_gap / 5
     assert result.passed
     assert len(result.verdicts) == 11
     report.print_table(result)
@@ -76,6 +82,7 @@ def test_two_correct_sides_pass(run, tmp_path, capsys):
     report.write_json(result, tmp_path / "a" / "check.json")
     content = json.loads((tmp_path / "a" / "check.json").read_text())
     assert content["passed"]
+    assert content["likely_cause"] is None
     assert content["metrics"]["actor/first_update/ratio_max_dev"] == 0.0
     report.draw(result, tmp_path / "a" / "check.png")
     assert (tmp_path / "a" / "check.png").read_bytes()[:4] == b"\x89PNG"
@@ -130,9 +137,12 @@ def test_another_gelu(run, monkeypatch, capsys):
     found = failures(result)
     assert "different weights, inputs, kernels or precision" in found["actor/rollout_train_logprob_gap"]
     assert not any("parameters that differ" in name or "input" in name for name in found)
+    assert result.metrics[GAP] > 5 * LIMITS.logprob_gap  # the smallest fault that is planted here
+    assert "the prefix" in str(result.cause)
     report.print_table(result)
     output = capsys.readouterr().out
     assert "FAIL: actor/rollout_train_logprob_gap is" in output
+    assert "Likely cause: the prefix" in output
     assert "FAIL: 4 observations" in output
 
 
@@ -143,7 +153,9 @@ def test_swapped_cameras(run):
             original(observation), pixel_values=original(observation).pixel_values.flip(1)
         )
 
-    found = failures(run(swap))
+    result = run(swap)
+    found = failures(result)
+    assert "do not see the same observation" in str(result.cause)
     assert "the cameras are swapped" in found["input pixels that differ"]
     assert "actor/rollout_train_logprob_gap" in found
 
@@ -170,9 +182,59 @@ def test_stale_weights(run):
                 if name == "action_out_proj.weight":
                     parameter.mul_(1.05)
 
-    found = failures(run(train))
+    result = run(train)
+    found = failures(result)
+    assert "does not hold the actor's weights" in str(result.cause)
     assert "stale or from another checkpoint: action_out_proj.weight" in found["parameters that differ"]
     assert "actor/rollout_train_logprob_gap" in found
+
+
+def test_weights_of_another_checkpoint(run, tmp_path):
+    """The engine keeps what it was started with; the actor holds the weights of a differently seeded checkpoint."""
+    from safetensors.torch import load_file
+
+    from rlinf_phyai.models.pi05.tiny import make_tiny_checkpoint
+
+    other = load_file(make_tiny_checkpoint(tmp_path, seed=7) / "model.safetensors")
+
+    def exchange(actor: Any, policy: Any) -> None:
+        with torch.no_grad():
+            for name, parameter in actor.model.named_parameters():
+                if name in other:
+                    parameter.to_local().copy_(other[name])
+
+    result = run(exchange)
+    assert result.verdicts[0].value > 50
+    assert "stale or from another checkpoint" in failures(result)["parameters that differ"]
+    assert "does not hold the actor's weights" in str(result.cause)
+
+
+def test_a_constant_is_recognised(run, cfg):
+    def offset(actor: Any, policy: Any) -> None:
+        policy.options = replace(policy.options, logprob_offset=0.01)
+
+    result = run(offset)
+    assert result.metrics[GAP] == pytest.approx(0.01, rel=1e-3)
+    assert "every log-prob is off by -0.01: a constant" in str(result.cause)
+
+
+def test_a_fault_of_the_critic_alone(run, monkeypatch):
+    from rlinf_phyai.models.pi05 import value
+
+    monkeypatch.setattr(value, "_pool", lambda mode, output, *_: output.float().mean(dim=1))
+    result = run()
+    assert set(failures(result)) == {"actor/rollout_train_value_gap"}
+    assert "the critic alone" in str(result.cause)
+
+
+def test_a_fault_of_the_expert_alone(run, monkeypatch):
+    from rlinf_phyai.models.pi05 import scheduler
+
+    velocity = scheduler.velocity
+    monkeypatch.setattr(scheduler, "velocity", lambda *arguments: 1.001 * velocity(*arguments))
+    result = run()
+    assert "actor/rollout_train_value_gap" not in failures(result)
+    assert "the action expert or the sampler" in str(result.cause)
 
 
 def test_observations_follow_the_actions(run):

@@ -12,6 +12,7 @@ import torch
 from omegaconf import DictConfig
 
 from rlinf_phyai.errors import EngineUnusableError
+from rlinf_phyai.models.pi05 import scheduler
 from rlinf_phyai.rollout.build import build_policy
 from rlinf_phyai.rollout.observation import BatchedTransforms, OpenPiTransforms, make_transforms
 from rlinf_phyai.rollout.openpi_setup import load_openpi_setup
@@ -227,6 +228,22 @@ def test_the_debug_offset_shifts_every_reported_element(make_config, build) -> N
     assert torch.equal(found["forward_inputs"]["chains"], expected["forward_inputs"]["chains"])
 
 
+@pytest.mark.parametrize(
+    "overrides, source",
+    [
+        ((), "actor"),
+        (("algorithm.recompute_logprobs=false",), "rollout"),
+        (("algorithm.adv_type=grpo",), "rollout"),
+        (("actor.model.openpi.value_after_vlm=false",), "rollout"),
+    ],
+    ids=["ppo", "no rescoring", "grpo", "critic after the expert"],
+)
+def test_auto_leaves_the_values_to_the_actor_where_they_are_the_same(make_config, build, overrides, source) -> None:
+    usual = ("rollout.phyai.value_source=auto", "algorithm.adv_type=gae", "algorithm.recompute_logprobs=true")
+    policy, _ = build(make_config(*usual, *overrides))
+    assert policy.options.value_source == source
+
+
 def test_values_from_the_actor_leave_nan_except_where_asked(make_config, build) -> None:
     policy, _ = build(make_config("rollout.phyai.value_source=actor"))
     reference, _ = build(make_config())
@@ -239,7 +256,9 @@ def test_values_from_the_actor_leave_nan_except_where_asked(make_config, build) 
     torch.testing.assert_close(policy.predict_values(observation), expected["prev_values"], atol=1e-6, rtol=0)
 
 
-def test_without_a_critic_values_are_zero_and_rlinf_asks_for_no_bootstrap(make_config, build) -> None:
+def test_without_a_critic_no_value_is_computed_and_rlinf_asks_for_no_bootstrap(make_config, build, monkeypatch) -> None:
+    for function in ("fill_cache_and_value", "value_from_expert"):
+        monkeypatch.setattr(scheduler, function, lambda *_: pytest.fail("the engine computed a value"))
     policy, _ = build(make_config("actor.model.add_value_head=false", "actor.model.openpi.add_value_head=false"))
     _, result = policy.predict_action_batch(make_observation(2))
     assert torch.equal(result["prev_values"], torch.zeros(2, 1))
@@ -336,7 +355,7 @@ def test_bad_observations_are_named(make_config, build) -> None:
         ("actor.model.openpi.num_images_in_input=3", "num_images_in_input is 3"),
         ("actor.model.openpi.noise_level=0.0", "positive noise level"),
         ("rollout.phyai.params_dtype=int8", "params_dtype is 'int8'"),
-        ("rollout.phyai.value_source=nobody", "allowed: 'rollout', 'actor'"),
+        ("rollout.phyai.value_source=nobody", "allowed: 'auto', 'rollout', 'actor'"),
     ],
 )
 def test_unsupported_options_are_refused(override: str, message: str, make_config) -> None:
