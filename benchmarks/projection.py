@@ -142,7 +142,7 @@ def print_table(projected: dict[str, dict[str, float]], recipe: Recipe) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", type=Path, default=RESULTS / "engine.json")
-    parser.add_argument("--actor", type=Path, default=RESULTS / "actor.json")
+    parser.add_argument("--actor", type=Path, default=RESULTS / "actor_mb128.json")
     parser.add_argument("--end-to-end", type=Path, help="takes the place of the next two")
     parser.add_argument("--environment-s", type=float, default=0.0, help="all simulation of a step")
     parser.add_argument("--sync-s", type=float, default=0.0)
