@@ -16,8 +16,8 @@ _SAME = 0.01  # of the mean difference: a spread below it is rounding on top of 
 def likely_cause(verdicts: Mapping[str, Verdict], p: torch.Tensor, q: torch.Tensor) -> str | None:
     """A sentence, or ``None`` where nothing failed or the figures fit several causes.
 
-    A cause explains all that follows from it, so the first that applies is named: weights, inputs, a constant, then the half of
-    the model in which the difference lies. The critic after the VLM reads the prefix alone, the scores need prefix and expert.
+    A cause explains all that follows from it, so the first that applies is named: weights, inputs, the critic, a constant, the
+    prefix (which alone the critic after the VLM reads).
 
     Args:
         verdicts: by name.
@@ -36,10 +36,8 @@ def likely_cause(verdicts: Mapping[str, Verdict], p: torch.Tensor, q: torch.Tens
     mean = float(difference.mean())
     if float(difference.std()) < _SAME * abs(mean):
         return f"every log-prob is off by {mean:.4g}: a constant is added on one side, such as rollout.phyai.debug_logprob_offset"
-    if VALUE_GAP not in verdicts:
-        return None
     if VALUE_GAP in failed:
         return (
             "the prefix (vision, prompt or language layers): values and scores differ, weights and inputs are the same"
         )
-    return "the action expert or the sampler: the values agree, so the prefix does"
+    return None  # a value within its limit does not clear the prefix: the critic may hardly depend on it
