@@ -98,11 +98,19 @@ def sync_figures(result: Result) -> str:
 
 
 def actor_figures(result: Result) -> str:
-    return "\n".join(
-        f"{name}: rescoring {row['rescoring_ms_per_observation']:.2f} training {row['training_ms_per_observation']:.2f} ms/obs"
-        for name, row in result.items()
-        if isinstance(row, dict) and "rescoring_ms_per_observation" in row
-    )
+    lines = []
+    for name, row in result.items():
+        if not isinstance(row, dict) or "rescoring_ms_per_observation" not in row:
+            continue
+        deviation = row["metrics"]["actor/first_update/ratio_max_dev"]
+        gap = row.get("logprob_gap_to_dense", {}).get("mean", 0.0)
+        lines.append(
+            f"{name}: ratio max dev {deviation:g}, gap to dense {gap:.5f}, peak {row.get('peak_gib', 0):.1f} GiB"
+        )
+        for part in ("rescoring", "training"):
+            stages = ", ".join(f"{stage} {ms:.2f}" for stage, ms in row[f"{part}_stages"].items())
+            lines.append(f"  {part} {row[f'{part}_ms_per_observation']:.2f} ms/obs: {stages}")
+    return "\n".join(lines)
 
 
 def kernel_figures(result: Result) -> str:
