@@ -28,12 +28,12 @@ def test_healthy_figures_pass():
 @pytest.mark.parametrize(
     "name, value, words",
     [
-        ("actor/rollout_train_logprob_gap", 0.2, "at most 0.02"),
-        ("actor/rollout_train_kl", 1.0, "at most 0.01"),
+        ("actor/rollout_train_logprob_gap", 0.2, "at most 0.01"),
+        ("actor/rollout_train_kl", 1.0, "at most 0.002"),
         ("actor/importance_sampling_weight", 0.1, "0.5 to 2"),
         ("actor/importance_sampling_weight", 3.0, "0.5 to 2"),
         ("actor/importance_sampling_effective_sample_size", 0.1, "at least 0.3"),
-        ("actor/rollout_train_value_gap", 0.5, "at most 0.1"),
+        ("actor/rollout_train_value_gap", 0.5, "at most 0.05"),
         ("actor/rollout_train_logprob_gap", math.nan, "nan"),
     ],
 )
