@@ -125,6 +125,21 @@ def test_joint_log_probs(model_config, shorten, replay):
         )
 
 
+def test_learned_noise_and_its_entropy(model_config, replay):
+    dense = build(model_config, joint_logprob=True, noise_method="flow_noise")
+    ours = use_real_tokens(copy.deepcopy(dense))
+    joint = {**replay, "denoise_inds": torch.arange(3).expand(3, -1)}
+    outputs = []
+    for model in (dense, ours):
+        output = forward(model, joint)
+        (output["logprobs"].mean() + output["entropy"].mean()).backward()
+        outputs.append(output | {"gradient": model.noise_head.mlp_logvar.moduleList[0][0].weight.grad})
+    for name in ("logprobs", "entropy", "gradient"):
+        torch.testing.assert_close(outputs[1][name], outputs[0][name], rtol=0, atol=1e-5)
+    assert outputs[0]["entropy"].shape == (3, 1)
+    assert outputs[0]["gradient"].abs().max() > 1e-3
+
+
 def test_gradients_equal_the_dense_actors(model_config, shorten, replay):
     dense = build(model_config)
     ours = shorten(copy.deepcopy(dense))

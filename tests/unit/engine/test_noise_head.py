@@ -94,6 +94,16 @@ def test_flow_cps_equals_its_deterministic_step_without_noise(make_engine: MakeE
     torch.testing.assert_close(engine.rollout_step(silent).actions, engine.step(request), **tolerance)
 
 
+def test_a_state_dict_of_a_run_brings_the_head(make_engine: MakeEngine, tmp_path: Path) -> None:
+    """``weights`` (RLinf's ``runner.ckpt_path``) on a checkpoint of supervised training."""
+    bare = write_checkpoint(tmp_path / "bare", OLD, LEARNED, drop=HEAD)
+    torch.save(HEAD, tmp_path / "head.pt")
+    resumed = make_engine(bare, noise_method="flow_noise", weights=tmp_path / "head.pt")
+    assert resumed.load_report.optional == []
+    fresh = make_engine(write_checkpoint(tmp_path / "new", OLD | HEAD, LEARNED))
+    assert_same_bits(rollout_tensors(resumed, learned_request()), rollout_tensors(fresh, learned_request()))
+
+
 def test_a_part_of_the_head_is_refused(make_engine: MakeEngine, tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path, OLD, LEARNED, drop=["noise_head.mlp_logvar.moduleList.1.linear_1.bias"])
     with pytest.raises(CheckpointError, match="holds a part of the noise head only"):
