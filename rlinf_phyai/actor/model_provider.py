@@ -70,7 +70,7 @@ class _SizedPaliGemmaWithExpert(PaliGemmaWithExpertModel):
         )
         self.paligemma = PaliGemmaForConditionalGeneration(config=vlm)
         self.gemma_expert = GemmaForCausalLM(
-            config=CONFIG_MAPPING["gemma"](**_gemma_options(sizes.expert, sizes.vocab_size, adaptive=True))
+            config=CONFIG_MAPPING["gemma"](**_gemma_options(sizes.expert, sizes.vocab_size, adaptive=sizes.pi05))
         )
         self.gemma_expert.model.embed_tokens = None  # the expert's inputs are projected actions
         self.to_bfloat16_for_selected_params("float32")
@@ -115,8 +115,13 @@ def _sized(sizes: TinyConfig) -> type[OpenPi0ForRLActionPrediction]:
             width = sizes.expert.width
             self.action_in_proj = nn.Linear(sizes.action_dim, width)
             self.action_out_proj = nn.Linear(width, sizes.action_dim)
-            self.time_mlp_in = nn.Linear(width, width)
-            self.time_mlp_out = nn.Linear(width, width)
+            if sizes.pi05:
+                self.time_mlp_in = nn.Linear(width, width)
+                self.time_mlp_out = nn.Linear(width, width)
+            else:
+                self.state_proj = nn.Linear(sizes.action_dim, width)
+                self.action_time_mlp_in = nn.Linear(2 * width, width)
+                self.action_time_mlp_out = nn.Linear(width, width)
             if config.add_value_head:
                 self.value_head = ValueHead(
                     input_dim=sizes.prefix.width if config.value_after_vlm else width,
@@ -159,6 +164,6 @@ def _refuse_meta(model: nn.Module) -> None:
     left = [name for name, tensor in model.state_dict(keep_vars=True).items() if tensor.is_meta]
     if left:
         raise NotImplementedError(
-            f"A checkpoint that states its own sizes supports PI0.5; {left[0]} and "
-            f"{len(left) - 1} more tensors belong to an option without a size there (use_dsrl, pi0)."
+            f"A checkpoint that states its own sizes supports PI0.5 and PI0; {left[0]} and "
+            f"{len(left) - 1} more tensors belong to an option without a size there (use_dsrl)."
         )

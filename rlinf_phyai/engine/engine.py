@@ -210,14 +210,17 @@ class Engine:
         cameras = min(2, c.num_cameras) if model.args.capture_rollout else c.num_cameras
         pixels = torch.zeros(batch, cameras, 3, size, size, dtype=f32, device=self.device)
         noise = torch.zeros(batch, c.action_horizon, c.action_dim, dtype=f32)
+        state = None if c.pi05 else torch.zeros(batch, c.action_dim, dtype=f32)
         if model.args.capture_rollout:
             learned = c.noise_method == "flow_noise"
             sigmas = None if learned else torch.zeros(batch, c.num_steps, dtype=f32)
             steps = torch.zeros(batch, c.num_steps, dtype=torch.bool) if learned else None
             step_noise = torch.zeros(batch, c.num_steps, c.action_horizon, c.action_dim, dtype=f32)
-            self.rollout_step(PI05RolloutRequest(pixels, ids, lens, noise, None, sigmas, step_noise, False, steps))
+            self.rollout_step(
+                PI05RolloutRequest(pixels, ids, lens, noise, None, sigmas, step_noise, False, steps, state=state)
+            )
         else:
-            self.step(PI05Request(pixels, ids, lens, noise))
+            self.step(PI05Request(pixels, ids, lens, noise, state=state))
         torch.cuda.synchronize(self.device)
 
     # -- weights --

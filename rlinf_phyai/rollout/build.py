@@ -144,8 +144,6 @@ def check_supported(openpi: Mapping[str, Any]) -> None:
         ValueError: all such options at once, each with the reason.
     """
     problems = []
-    if not openpi["pi05"]:
-        problems.append(f"openpi.config_name {openpi['config_name']!r} is a PI0 model; the engine runs PI0.5")
     if openpi["noise_method"] not in NOISE_METHODS:
         problems.append(f"openpi.noise_method is {openpi['noise_method']!r}; the engine has {', '.join(NOISE_METHODS)}")
     for name in ("safe_get_logprob", "double_layer", "use_dsrl", "is_nft"):

@@ -29,7 +29,7 @@ class ModelInputs:
         pixel_values: float32 ``[B, C, 3, S, S]`` in [-1, 1].
         input_ids: int64 ``[B, L]`` on the CPU, padded right with 0. lang_lens: int64 ``[B]`` on the CPU.
         image_masks: one bool per camera, or None where all cameras are used.
-        state: normalised and padded state ``[B, D]``; only openpi's output transforms read it.
+        state: normalised and padded state ``[B, D]``; only PI0 and openpi's output transforms read it.
     """
 
     pixel_values: Tensor

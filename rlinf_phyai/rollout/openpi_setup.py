@@ -102,6 +102,8 @@ def recognised_processor(setup: OpenPiSetup, device: torch.device | str) -> PI05
     def is_empty_prompt(step: Any) -> bool:
         return type(step) is transforms.InjectDefaultPrompt and step.prompt is None
 
+    if not setup.config.pi05:
+        return None  # PI0 reads the state itself, and LIBERO's actions relative to it
     inputs = [step for step in setup.inputs if not is_empty_prompt(step)]
     known_inputs = [
         libero_policy.LiberoInputs,

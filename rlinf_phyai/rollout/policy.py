@@ -166,7 +166,7 @@ class PhyaiPolicy:
             return torch.zeros(batch, 1)
         observation = self._rename(env_obs)
         if self.options.critic == "vlm":
-            values = [self.engine.value(_request(self._inputs(observation, rows))) for rows in self._chunks(batch)]
+            values = [self.engine.value(self._value_request(observation, rows)) for rows in self._chunks(batch)]
             return torch.cat(values).cpu()
         plan = self.sampler.plan(batch, "train")
         parts = [self._sample(observation, plan, rows, compute_value=True) for rows in self._chunks(batch)]
@@ -183,6 +183,23 @@ class PhyaiPolicy:
             {name: None if part is None else part[rows] for name, part in observation.items()}
         )
 
+    def _value_request(self, observation: dict[str, Any], rows: slice) -> PI05Request:
+        inputs = self._inputs(observation, rows)
+        return PI05Request(
+            inputs.pixel_values,
+            inputs.input_ids,
+            inputs.lang_lens,
+            image_masks=inputs.image_masks,
+            state=self._state(inputs),
+        )
+
+    def _state(self, inputs: ModelInputs) -> Tensor | None:
+        """What PI0 reads of the robot's state."""
+        if self.engine.model_config.pi05:
+            return None
+        assert inputs.state is not None
+        return inputs.state.float()
+
     def _sample(
         self, observation: dict[str, Any], plan: SamplingPlan, rows: slice, compute_value: bool
     ) -> dict[str, Tensor]:
@@ -198,6 +215,7 @@ class PhyaiPolicy:
             step_noise=plan.step_noise[rows],
             compute_value=compute_value,
             stochastic_steps=None if plan.stochastic_steps is None else plan.stochastic_steps[rows],
+            state=self._state(inputs),
         )
         output = self.engine.rollout_step(request)
         part = {
@@ -227,10 +245,6 @@ class PhyaiPolicy:
 
     def _no_values(self, batch: int) -> Tensor:
         return torch.full((batch, 1), 0.0 if self.options.critic is None else float("nan"))
-
-
-def _request(inputs: ModelInputs) -> PI05Request:
-    return PI05Request(inputs.pixel_values, inputs.input_ids, inputs.lang_lens, image_masks=inputs.image_masks)
 
 
 def _batch_size(env_obs: dict[str, Any]) -> int:

@@ -22,8 +22,8 @@ from rlinf_phyai.validation.settings import Settings
 ASSET_ID = "physical-intelligence/libero"
 """Where openpi's LIBERO data config keeps its statistics, inside the checkpoint."""
 TOKENIZER = Path("big_vision") / "paligemma_tokenizer.model"
-VALUE_HEAD_SIZES = (1024, 512, 256)
-"""Hidden sizes that RLinf gives the critic of ``pi05_libero``."""
+VALUE_HEAD_SIZES = {"pi05_libero": (1024, 512, 256), "pi0_libero": (512, 256, 128)}
+"""Hidden sizes that RLinf gives the critic."""
 FSDP_WEIGHTS = Path("model_state_dict") / "full_weights.pt"
 
 
@@ -48,26 +48,33 @@ def checkpoint(s: Settings) -> Iterator[Problem]:
 
 
 def weights_readable(s: Settings) -> Iterator[Problem]:
-    """The weights must be complete files of a PI0.5 model."""
+    """The weights must be complete files of the model that ``config_name`` names."""
     path = checkpoint_dir(s)
     if path is None:
         return
+    key = f"{s.model}.model_path"
     try:
-        _shapes(path)
+        shapes = _shapes(path)
     except CheckpointError as error:
         yield Problem(
-            f"{s.model}.model_path",
-            show(str(path)),
-            "a complete PI0.5 checkpoint",
-            "download the checkpoint again",
-            str(error),
+            key, show(str(path)), "a complete PI0.5 or PI0 checkpoint", "download the checkpoint again", str(error)
         )
+        return
+    name = s.text(f"{s.openpi}.config_name") or ""
+    found, wanted = (
+        ("PI0.5" if "time_mlp_in.weight" in shapes else "PI0"),
+        "PI0" if name.startswith("pi0_") else "PI0.5",
+    )
+    if found != wanted:
+        fix = f"name a {wanted} checkpoint, or set {s.openpi}.config_name for {found}"
+        yield Problem(key, f"{show(str(path))}, a {found} model", f"a {wanted} model ({name})", fix)
 
 
 def value_head(s: Settings) -> Iterator[Problem]:
     """A critic in the checkpoint must have the sizes that RLinf builds."""
     path = checkpoint_dir(s)
-    if path is None or not s.has_critic:
+    built = VALUE_HEAD_SIZES.get(s.text(f"{s.openpi}.config_name") or "")
+    if path is None or not s.has_critic or built is None:
         return
     try:
         shapes = _shapes(path)
@@ -76,7 +83,7 @@ def value_head(s: Settings) -> Iterator[Problem]:
         return  # reported by the checks above and below
     prefix, expert = "paligemma_with_expert.paligemma.model.language_model.norm.weight", "action_in_proj.weight"
     width = shapes[prefix][0] if s.critic_after_vlm and prefix in shapes else shapes[expert][0]
-    hidden = tuple(own.get("value_head_sizes", VALUE_HEAD_SIZES))
+    hidden = tuple(own.get("value_head_sizes", built))
     sizes = (width, *hidden, 1)
     for layer, (inputs, outputs) in enumerate(pairwise(sizes)):
         name = f"value_head.mlp.{2 * layer}.weight"

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rlinf_phyai.validation.problems import Problem, did_you_mean, one_of, show, warning
-from rlinf_phyai.validation.run import CONFIG_NAME
+from rlinf_phyai.validation.run import CONFIG_NAMES
 from rlinf_phyai.validation.settings import Settings
 
 NOISE_METHODS = ("flow_sde", "flow_cps", "flow_noise")
@@ -17,12 +17,12 @@ NOISE_PARAMS = [0.7, 0.3, 400]
 NOISE_STD_RANGE = [0.08, 0.16]
 """The model's own defaults."""
 
-ACTION_HORIZON = {CONFIG_NAME: 10}
+ACTION_HORIZON = {"pi05_libero": 10, "pi0_libero": 50}
 ACTION_CHUNK = 5
-ENV_ACTION_DIM = {CONFIG_NAME: 7}
-VALID_CAMERAS = {CONFIG_NAME: 2}
+ENV_ACTION_DIM = dict.fromkeys(CONFIG_NAMES, 7)
+VALID_CAMERAS = dict.fromkeys(CONFIG_NAMES, 2)
 """Unmasked cameras of the data config: LIBERO has a third-person and a wrist view; the third slot is padding."""
-PROMPT_TOKENS = 200
+PROMPT_TOKENS = {"pi05_libero": 200, "pi0_libero": 48}
 VLM_VALUE_MODES = ("mean_token", "last_token", "first_token")
 
 OPENPI_OPTIONS = frozenset(
@@ -301,16 +301,16 @@ def value_pooling(s: Settings) -> Iterator[Problem]:
 
 
 def prompt_length(s: Settings) -> Iterator[Problem]:
-    """The critic after the VLM counts on 200 prompt positions."""
+    """The critic after the VLM counts on the data config's number of prompt positions."""
     key = f"{s.openpi}.max_token_len"
-    value = s.get(key)
-    if value is not None and value != PROMPT_TOKENS and s.has_critic and s.critic_after_vlm:
+    value, wanted = s.get(key), PROMPT_TOKENS.get(s.text(f"{s.openpi}.config_name") or "")
+    if None not in (value, wanted) and value != wanted and s.has_critic and s.critic_after_vlm:
         yield Problem(
             key,
             show(value),
-            f"{PROMPT_TOKENS}",
+            f"{wanted}",
             f"remove {key}",
-            "RLinf's critic pools over 200 prompt positions, whatever this key says",
+            f"RLinf's critic pools over {wanted} prompt positions, whatever this key says",
         )
 
 

@@ -11,7 +11,7 @@ from rlinf_phyai.validation.settings import Settings
 
 TASK_TYPES = ("embodied", "embodied_eval")
 MODEL_TYPE = "openpi"
-CONFIG_NAME = "pi05_libero"
+CONFIG_NAMES = ("pi05_libero", "pi0_libero")
 SIMULATOR = "libero"
 TASK_SUITES = ("libero_spatial", "libero_object", "libero_goal", "libero_10", "libero_90", "libero_130")
 ALGORITHMS = {"gae": "actor_critic", "grpo": "actor"}
@@ -70,30 +70,30 @@ def model_type(s: Settings) -> Iterator[Problem]:
 
 
 def config_name(s: Settings) -> Iterator[Problem]:
-    """The openpi config must be PI0.5 on LIBERO."""
+    """The openpi config must be PI0.5 or PI0 on LIBERO."""
     key = f"{s.openpi}.config_name"
     name = s.text(key)
-    if name is None or name == CONFIG_NAME:
+    if name is None or name in CONFIG_NAMES:
         return
-    if name.startswith("pi05_"):
-        reason = "its cameras, state and action layout are not LIBERO's; only PI0.5 on LIBERO is supported so far"
-    elif name.startswith("pi0_"):
-        reason = "pi0 feeds the state and the time into the expert's tokens; the engine implements PI0.5 (AdaRMS) only"
+    if name.startswith(("pi05_", "pi0_")):
+        reason = "its cameras, state and action layout are not LIBERO's; only LIBERO is supported so far"
     else:
-        reason = f"RLinf knows no such PI0.5 config; {did_you_mean(name, [CONFIG_NAME]) or 'see openpi_action_model'}"
-    yield Problem(key, show(name), CONFIG_NAME, f"use a PI0.5 LIBERO checkpoint and set {key}: {CONFIG_NAME}", reason)
+        reason = f"RLinf knows no such config; {did_you_mean(name, CONFIG_NAMES) or 'see openpi_action_model'}"
+    fix = f"use a LIBERO checkpoint and set {key}: {CONFIG_NAMES[0]}"
+    yield Problem(key, show(name), one_of(CONFIG_NAMES), fix, reason)
 
 
-def not_pi0(s: Settings) -> Iterator[Problem]:
-    """The option ``pi05`` must not turn the PI0.5 config back into pi0."""
-    key = f"{s.openpi}.pi05"
-    if s.get(key, True) is not True:
+def model_family(s: Settings) -> Iterator[Problem]:
+    """The option ``pi05`` must not turn a PI0.5 config into PI0, or the other way round."""
+    key, name = f"{s.openpi}.pi05", s.text(f"{s.openpi}.config_name")
+    wanted = name is None or not name.startswith("pi0_")
+    if s.get(key, wanted) is not wanted:
         yield Problem(
             key,
             show(s.get(key)),
-            "true",
-            f"remove {key} or set it to true",
-            "it would build a pi0 network, which the engine does not implement",
+            show(wanted),
+            f"remove {key}",
+            f"it would build another network than {name} names, with that one's prompt and transforms",
         )
 
 
@@ -219,7 +219,7 @@ CHECKS = (
     task_type,
     model_type,
     config_name,
-    not_pi0,
+    model_family,
     simulator,
     task_suite,
     advantage_type,

@@ -18,7 +18,7 @@ class KeyValueCache:
         self, config: PI05Config, batch: int, prefix_tokens: int, device: torch.device, dtype: torch.dtype
     ) -> None:
         c = config.prefix
-        shape = (c.depth, batch, prefix_tokens + config.action_horizon, c.num_kv_heads, c.head_dim)
+        shape = (c.depth, batch, prefix_tokens + config.suffix_length, c.num_kv_heads, c.head_dim)
         self.k: Tensor = torch.empty(shape, dtype=dtype, device=device)
         self.v: Tensor = torch.empty(shape, dtype=dtype, device=device)
         # Samples with shorter prompts never write the last slots. They are masked, but 0 * NaN would still be NaN.

@@ -35,6 +35,9 @@ _ROOTS = (
     "action_out_proj.",
     "time_mlp_in.",
     "time_mlp_out.",
+    "state_proj.",
+    "action_time_mlp_in.",
+    "action_time_mlp_out.",
     VALUE_HEAD,
     NOISE_HEAD,
 )
@@ -154,10 +157,10 @@ def tensor_shapes(checkpoint_dir: str | Path) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for file in weight_files(checkpoint_dir):
         add_shapes(shapes, _headers(file), f"weights file {file}")
-    if "action_in_proj.weight" not in shapes or "time_mlp_in.weight" not in shapes:
+    if "action_in_proj.weight" not in shapes or not {"time_mlp_in.weight", "action_time_mlp_in.weight"} & set(shapes):
         raise CheckpointError(
-            f"{checkpoint_dir} holds no PI0.5 model: action_in_proj.weight or time_mlp_in.weight is missing "
-            f"(found {len(shapes)} tensors, for example {sorted(shapes)[:3]}). PI0 checkpoints are not supported."
+            f"{checkpoint_dir} holds no PI0.5 or PI0 model: action_in_proj.weight or [action_]time_mlp_in.weight is missing "
+            f"(found {len(shapes)} tensors, for example {sorted(shapes)[:3]})."
         )
     return shapes
 

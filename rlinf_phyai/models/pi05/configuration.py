@@ -102,6 +102,7 @@ class PI05Config:
         chunk_critic_input: critic after the expert pools the first ``action_chunk`` outputs instead of all.
         value_head_sizes: hidden sizes of the critic.
         noise_method: one of NOISE_METHODS; ``flow_noise`` has parameters of its own (``noise_head.*``).
+        pi05: False for PI0: a state token before the action tokens, and the time mixed into these instead of AdaRMS.
         noise_std_range: smallest and largest standard deviation of flow-noise, where the checkpoint has no noise head.
     """
 
@@ -119,6 +120,7 @@ class PI05Config:
     value_mode: str | None = None
     chunk_critic_input: bool = False
     value_head_sizes: tuple[int, ...] = (1024, 512, 256)
+    pi05: bool = True
     noise_method: str = "flow_sde"
     noise_std_range: tuple[float, float] = (0.08, 0.16)
 
@@ -133,7 +135,7 @@ class PI05Config:
             )
         others = (
             "vision", "prefix", "expert", "value_mode", "chunk_critic_input", "value_head_sizes", "noise_method",
-            "noise_std_range",
+            "noise_std_range", "pi05",
         )  # fmt: skip
         _check_sizes("pi05", self, optional=others)
         if not 1 <= self.action_chunk <= self.action_horizon:
@@ -152,6 +154,11 @@ class PI05Config:
     @property
     def critic_after_vlm(self) -> bool:
         return self.value_mode in ("mean_token", "last_token", "first_token")
+
+    @property
+    def suffix_length(self) -> int:
+        """Tokens of the expert: the actions, and PI0's state."""
+        return self.action_horizon + (0 if self.pi05 else 1)
 
     @property
     def value_input_width(self) -> int:
@@ -212,18 +219,22 @@ def infer_config(shapes: Mapping[str, tuple[int, ...]], content: Mapping[str, An
         shapes.get(f"{vlm}language_model.embed_tokens.weight")
         or shapes["paligemma_with_expert.paligemma.lm_head.weight"]
     )
+    pi05 = _is_pi05(shapes)
+    horizon, prompt, value_head = (10, 200, (1024, 512, 256)) if pi05 else (50, 48, (512, 256, 128))
     fields: dict[str, Any] = {
+        "pi05": pi05,
+        "value_head_sizes": value_head,
         "vision": vision,
         "prefix": _gemma(shapes, f"{vlm}language_model."),
         "expert": _gemma(shapes, expert),
         "vocab_size": embedding[0],
         "action_dim": shapes["action_in_proj.weight"][1],
-        "action_horizon": int(content.get("action_horizon", content.get("chunk_size", PI05Config.action_horizon))),
-        "tokenizer_max_length": int(content.get("tokenizer_max_length", PI05Config.tokenizer_max_length)),
+        "action_horizon": int(content.get("action_horizon", content.get("chunk_size", horizon))),
+        "tokenizer_max_length": int(content.get("tokenizer_max_length", prompt)),
         "num_steps": int(content.get("num_inference_steps", PI05Config.num_steps)),
     }
     fields["action_chunk"] = min(PI05Config.action_chunk, fields["action_horizon"])
-    return PI05Config(**fields, **_heads(shapes, fields["prefix"].width))
+    return PI05Config(**(fields | _heads(shapes, fields["prefix"].width)))
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -241,6 +252,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 def _from_own(own: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> PI05Config:
     prefix = GemmaConfig(**own["prefix"])
     fields: dict[str, Any] = {
+        "pi05": _is_pi05(shapes),
         "vision": VisionConfig(**own["vision"]),
         "prefix": prefix,
         "expert": GemmaConfig(**own["expert"]),
@@ -253,6 +265,10 @@ def _from_own(own: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> 
     if "value_head_sizes" in own:
         head["value_head_sizes"] = tuple(own["value_head_sizes"])
     return PI05Config(**fields, **head)
+
+
+def _is_pi05(shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    return "time_mlp_in.weight" in shapes
 
 
 def _depth(shapes: Mapping[str, tuple[int, ...]], stem: str) -> int:

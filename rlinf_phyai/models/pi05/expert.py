@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The action expert: one evaluation of the velocity field on the cached prefix."""
+"""The action expert: one evaluation of the velocity field on the cached prefix.
+
+PI0.5 conditions every norm on the time (AdaRMS). PI0 mixes the time into the action tokens by an MLP and puts a state token before
+them; that token sees the prefix and itself only and depends on neither time nor actions, so it is one more cached token.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +37,45 @@ def velocity(
     """
     c = weights.config.expert
     batch, horizon, _ = noisy_actions.shape
-    x = F.linear(noisy_actions, *weights.action_in).to(weights.params_dtype).view(batch * horizon, c.width)
-    modulation, gates = schedule.modulation[step], schedule.gates[step]
+    x = F.linear(noisy_actions, *weights.action_in)
+    if not weights.config.pi05:
+        x = F.silu(F.linear(x, weights.action_time_in[0][:, : c.width]) + schedule.time_term[step])
+        x = F.linear(x, *weights.action_time_out)
+    x = x.to(weights.params_dtype).view(batch * horizon, c.width)
+    modulation = schedule.modulation[step]
+    _run_layers(kernels, weights, rotary, modulation, schedule.gates[step], x, lengths, cache)
+    h = kernels.ada_rms_norm(x, modulation[-1, 0], modulation[-1, 1], c.norm_eps)
+    output = h.float().view(batch, horizon, c.width)
+    return F.linear(output, *weights.action_out), output
+
+
+def append_state(
+    kernels: Kernels,
+    weights: PI05Weights,
+    rotary: RotaryTable,
+    schedule: DenoiseSchedule,
+    state: Tensor,
+    lengths: Tensor,
+    cache: KeyValueCache,
+) -> Tensor:
+    """Runs PI0's state token float32 [B, D] behind the prefix; returns the new lengths int32 [B] of the cache."""
+    x = F.linear(state, *weights.state).to(weights.params_dtype)
+    _run_layers(kernels, weights, rotary, schedule.modulation[0], schedule.gates[0], x, lengths, cache)
+    return lengths + 1
+
+
+def _run_layers(
+    kernels: Kernels,
+    weights: PI05Weights,
+    rotary: RotaryTable,
+    modulation: Tensor,
+    gates: Tensor,
+    x: Tensor,
+    lengths: Tensor,
+    cache: KeyValueCache,
+) -> None:
+    """All layers, in place on x [B * L, width]; keys and values go behind the first ``lengths`` slots."""
+    c = weights.config.expert
     for i, layer in enumerate(weights.expert_layers):
         norm, post = modulation[2 * i], modulation[2 * i + 1]
         kernels.expert_layer(
@@ -52,6 +93,3 @@ def velocity(
             cache.counters,
             kernels=kernels,
         )
-    h = kernels.ada_rms_norm(x, modulation[-1, 0], modulation[-1, 1], c.norm_eps)
-    output = h.float().view(batch, horizon, c.width)
-    return F.linear(output, *weights.action_out), output

@@ -46,7 +46,7 @@ class PI05Model:
         self.tables = DerivedTables(
             kernels,
             self.weights,
-            max_positions=positions + self.config.action_horizon,
+            max_positions=positions + self.config.suffix_length,
             masked_cameras=self.config.critic_after_vlm and self.config.num_cameras > 1,
             fp8_prefix=fp8_prefix,
         )
@@ -64,7 +64,7 @@ def estimate_bytes(
     tokens = config.num_cameras * config.vision.num_tokens + config.tokenizer_max_length
     c = config.prefix
     mlp = max_batch_size * tokens * (3 * c.mlp_dim + 6 * c.width) * size
-    cache = 2 * c.depth * max_batch_size * (tokens + config.action_horizon) * c.num_kv_heads * c.head_dim * size
+    cache = 2 * c.depth * max_batch_size * (tokens + config.suffix_length) * c.num_kv_heads * c.head_dim * size
     pixels = max_batch_size * config.num_cameras * 3 * config.vision.image_size**2 * 4 * 2
     if fp8_prefix:
         weights += fp8.num_bytes(config)

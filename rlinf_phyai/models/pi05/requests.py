@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -80,6 +80,7 @@ class PI05Request:
         noise: float32 [B, H, D], start of the denoising; None draws it from the engine's generator.
         image_masks: bool [C] or [B, C] (the same for all samples); False = masked camera, not computed. Its pixels are not
             read: a masked camera counts as a black image.
+        state: float32 [B, D], the normalised and padded robot state: required by PI0, None for PI0.5.
     """
 
     pixel_values: Tensor
@@ -87,6 +88,7 @@ class PI05Request:
     lang_lens: Tensor
     noise: Tensor | None = None
     image_masks: Tensor | Sequence[bool] | None = None
+    state: Tensor | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -184,6 +186,7 @@ class CheckedRequest:
     noise: Tensor | None
     sigmas: Tensor | None
     step_noise: Tensor | None
+    state: Tensor | None
 
 
 def check_request(
@@ -238,6 +241,12 @@ def check_request(
     noise = request.noise
     if noise is not None:
         _expect("noise", noise, (batch, config.action_horizon, config.action_dim), (torch.float32,))
+    state = request.state
+    if config.pi05 != (state is None):
+        problem = "missing; PI0 needs" if state is None else "given; PI0.5 reads it from the prompt, only PI0 takes"
+        raise RequestError(f"state is {problem} a float32 tensor ({batch}, {config.action_dim}).")
+    if state is not None:
+        _expect("state", state, (batch, config.action_dim), (torch.float32,))
     sigmas, step_noise = _check_rollout(request, batch, config)
     checked = CheckedRequest(
         batch=batch,
@@ -249,6 +258,7 @@ def check_request(
         noise=None if noise is None else noise.to(device, non_blocking=True),
         sigmas=None if sigmas is None else sigmas.to(device, non_blocking=True),
         step_noise=None if step_noise is None else step_noise.to(device, non_blocking=True),
+        state=None if state is None else state.to(device, non_blocking=True),
     )
     if check_finite:
         _check_values(checked, config)
@@ -313,7 +323,12 @@ def _checked_sigmas(request: PI05RolloutRequest, batch: int, config: PI05Config)
 
 def _check_values(request: CheckedRequest, config: PI05Config) -> None:
     """What only the content tells, on whatever device it lies: finite numbers, sigmas >= 0, ids and padding."""
-    named = {"pixel_values": request.pixels, "noise": request.noise, "step_noise": request.step_noise}
+    named = {
+        "pixel_values": request.pixels,
+        "noise": request.noise,
+        "step_noise": request.step_noise,
+        "state": request.state,
+    }
     for name, tensor in named.items():
         if tensor is not None and not bool(torch.isfinite(tensor).all()):
             raise RequestError(f"{name} holds NaN or infinite values.")

@@ -19,7 +19,7 @@ from torch import Tensor
 from rlinf_phyai.errors import RequestError
 from rlinf_phyai.kernels import Kernels
 from rlinf_phyai.models.pi05.cache import KeyValueCache
-from rlinf_phyai.models.pi05.expert import velocity
+from rlinf_phyai.models.pi05.expert import append_state, velocity
 from rlinf_phyai.models.pi05.prefix import embed_prompt, fill_cache
 from rlinf_phyai.models.pi05.requests import CheckedRequest, PI05RolloutOutput
 from rlinf_phyai.models.pi05.sampler import sample, sample_ode, transition_of
@@ -73,6 +73,7 @@ class Buffers:
         self.lengths = torch.full(
             (shape.batch,), shape.cameras * c.vision.num_tokens + 1, dtype=torch.int32, device=device
         )
+        self.state = torch.zeros(shape.batch, c.action_dim, dtype=f32, device=device)
         self.noise = torch.zeros(shape.batch, *actions, dtype=f32, device=device)
         self.sigmas = torch.zeros(shape.batch, shape.num_steps, dtype=f32, device=device)
         self.step_noise = torch.zeros(shape.batch, shape.num_steps, *actions, dtype=f32, device=device)
@@ -85,6 +86,8 @@ class Buffers:
         self.input_ids[:b].zero_()
         self.input_ids[:b, :columns].copy_(request.input_ids[:, :columns])
         self.lengths[:b].copy_(request.lang_lens + image_tokens)
+        if request.state is not None:
+            self.state[:b].copy_(request.state)
         if shape.num_steps:
             _copy_or_draw(self.noise[:b], request.noise, generator)
         if shape.stochastic:
@@ -176,8 +179,12 @@ class PI05Scheduler:
             assert values is not None
             return {"values": values}
 
+        lengths, model = buffers.lengths, (self.kernels, self.weights, self.tables.rotary, schedule)
+        if not self.config.pi05:
+            lengths = append_state(*model, buffers.state, lengths, cache)
+
         def field(step: int, x: Tensor) -> tuple[Tensor, Tensor]:
-            return velocity(self.kernels, self.weights, self.tables.rotary, schedule, step, x, buffers.lengths, cache)
+            return velocity(*model, step, x, lengths, cache)
 
         if not shape.stochastic:
             return {"actions": sample_ode(field, schedule.times, buffers.noise)}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlinf_phyai.models.pi05.cache import KeyValueCache
-from rlinf_phyai.models.pi05.expert import velocity
+from rlinf_phyai.models.pi05.expert import append_state, velocity
 from rlinf_phyai.models.pi05.prefix import embed_prompt, fill_cache
 from rlinf_phyai.models.pi05.requests import CheckedRequest
 from rlinf_phyai.models.pi05.sampler import sample_ode
@@ -47,8 +47,12 @@ def stage_programs(scheduler: PI05Scheduler, request: CheckedRequest, run: RunPr
 
     cache: KeyValueCache = add("prefix", prefix)
 
-    def field(step: int, x: Tensor) -> tuple[Tensor, Tensor]:
-        return velocity(kernels, weights, tables.rotary, schedule, step, x, buffers.lengths, cache)
+    model = (kernels, weights, tables.rotary, schedule)
 
-    add("denoise", lambda: sample_ode(field, schedule.times, buffers.noise)[: request.batch])
+    def denoise() -> Tensor:
+        lengths = buffers.lengths if config.pi05 else append_state(*model, buffers.state, buffers.lengths, cache)
+        field = lambda step, x: velocity(*model, step, x, lengths, cache)  # noqa: E731
+        return sample_ode(field, schedule.times, buffers.noise)[: request.batch]
+
+    add("denoise", denoise)
     return programs

@@ -28,12 +28,13 @@ _MAX_SCHEDULES = 8
 
 
 class DenoiseSchedule:
-    """Times and AdaRMS modulations of N denoise steps.
+    """Times and AdaRMS modulations of N denoise steps. PI0's plain norms are AdaRMS with the same modulation at every step.
 
     Attributes:
         times: N + 1 float32 values from 1 to 0, as Python floats.
         modulation: float32 [N, norms, 3, width]: scale, shift, gate of each AdaRMS layer.
         gates: [N, norms, width], the gates in the parameters' type.
+        time_term: float32 [N, width], PI0's share of the time in the first layer of its action-time MLP, with the bias.
     """
 
     def __init__(self, weights: PI05Weights, num_steps: int) -> None:
@@ -42,7 +43,8 @@ class DenoiseSchedule:
         times = torch.cat((steps, steps.new_zeros(1)))
         self.times: list[float] = times.tolist()
         self._times = times[:-1].to(weights.device)
-        norms, width = weights.ada_weight.shape[0], weights.config.expert.width
+        norms, width = 2 * weights.config.expert.depth + 1, weights.config.expert.width
+        self.time_term = torch.zeros(num_steps, width, dtype=torch.float32, device=weights.device)
         self.modulation = torch.zeros(num_steps, norms, 3, width, dtype=torch.float32, device=weights.device)
         self.gates = torch.zeros(num_steps, norms, width, dtype=weights.params_dtype, device=weights.device)
 
@@ -53,6 +55,12 @@ class DenoiseSchedule:
         period = _MIN_PERIOD * (_MAX_PERIOD / _MIN_PERIOD) ** fraction
         angle = (1.0 / period * 2 * math.pi)[None] * self._times[:, None]
         embedding = torch.cat((angle.sin(), angle.cos()), dim=1).float()
+        if not weights.config.pi05:
+            weight, bias = weights.action_time_in
+            self.time_term.copy_(F.linear(embedding, weight[:, width:], bias))
+            self.modulation[:, :, 0] = weights.expert_norms
+            self.modulation[:, :, 2] = self.gates[:] = 1.0
+            return
         condition = F.silu(F.linear(F.silu(F.linear(embedding, *weights.time_in)), *weights.time_out))
         dense = weights.ada_weight.flatten(0, 1)
         modulation = F.linear(condition, dense, weights.ada_bias.flatten()).view_as(self.modulation)

@@ -77,6 +77,7 @@ class TinyConfig:
     tokenizer_max_length: int = 200
     value_head_sizes: tuple[int, ...] = (64, 32)
     params_dtype: str = "float32"
+    pi05: bool = True  # False: PI0
 
     def __post_init__(self) -> None:
         for name in ("depth", "num_heads", "num_kv_heads", "head_dim"):
@@ -147,7 +148,7 @@ def make_tiny_checkpoint(directory: str | Path, seed: int = 0, config: TinyConfi
     save_file(random_state_dict(config, seed), directory / "model.safetensors", metadata={"format": "pt"})
     # Last: its presence says that the rest is complete.
     (directory / "config.json").write_text(
-        json.dumps({"model_type": "pi05", CONFIG_KEY: config.to_dict()}, indent=2) + "\n"
+        json.dumps({"model_type": "pi05" if config.pi05 else "pi0", CONFIG_KEY: config.to_dict()}, indent=2) + "\n"
     )
     return directory
 
@@ -242,14 +243,19 @@ def _parameters(config: TinyConfig) -> Iterator[_Parameter]:
         0.0,
     )
     yield from _gemma(f"{root}paligemma.model.language_model.", config.prefix, adaptive=False)
-    yield from _gemma(f"{root}gemma_expert.model.", config.expert, adaptive=True)
+    yield from _gemma(f"{root}gemma_expert.model.", config.expert, adaptive=config.pi05)
     # Never read by the action path, but part of the actor's state dict.
     yield from _linear(f"{root}gemma_expert.lm_head", config.expert.width, config.vocab_size, bias=False)
     width = config.expert.width
     yield from _linear("action_in_proj", config.action_dim, width)
     yield from _linear("action_out_proj", width, config.action_dim)
-    yield from _linear("time_mlp_in", width, width)
-    yield from _linear("time_mlp_out", width, width)
+    if config.pi05:
+        yield from _linear("time_mlp_in", width, width)
+        yield from _linear("time_mlp_out", width, width)
+    else:
+        yield from _linear("state_proj", config.action_dim, width)
+        yield from _linear("action_time_mlp_in", 2 * width, width)
+        yield from _linear("action_time_mlp_out", width, width)
 
 
 def _linear(name: str, inputs: int, outputs: int, bias: bool = True) -> Iterator[_Parameter]:

@@ -174,6 +174,8 @@ class PI05Weights:
             row = 2 * i + offset
             if layer.startswith(_PREFIX):
                 self.views[f"{layer}{name}.weight"] = self.prefix_norms[row]
+            elif not self.config.pi05:
+                self.views[f"{layer}{name}.weight"] = self.expert_norms[row]
             else:
                 self.views[f"{layer}{name}.dense.weight"] = self.ada_weight[row]
                 self.views[f"{layer}{name}.dense.bias"] = self.ada_bias[row]
@@ -189,14 +191,19 @@ class PI05Weights:
 
     def _build_expert(self) -> None:
         c = self.config.expert
-        # One stack for all AdaRMS layers: their modulations for all denoise steps are then one GEMM.
-        self.ada_weight = self._new("expert.ada.weight", 2 * c.depth + 1, 3 * c.width, c.width, dtype=torch.float32)
-        self.ada_bias = self._new("expert.ada.bias", 2 * c.depth + 1, 3 * c.width, dtype=torch.float32)
+        norms = 2 * c.depth + 1
+        if self.config.pi05:
+            # One stack for all AdaRMS layers: their modulations for all denoise steps are then one GEMM.
+            self.ada_weight = self._new("expert.ada.weight", norms, 3 * c.width, c.width, dtype=torch.float32)
+            self.ada_bias = self._new("expert.ada.bias", norms, 3 * c.width, dtype=torch.float32)
+        else:
+            self.expert_norms = self._new("expert.norms", norms, c.width, dtype=torch.float32)
         self.expert_layers = self._build_layers("expert", _EXPERT, c)
-        self.views[f"{_EXPERT}norm.dense.weight"], self.views[f"{_EXPERT}norm.dense.bias"] = (
-            self.ada_weight[-1],
-            self.ada_bias[-1],
-        )
+        if self.config.pi05:
+            self.views[f"{_EXPERT}norm.dense.weight"] = self.ada_weight[-1]
+            self.views[f"{_EXPERT}norm.dense.bias"] = self.ada_bias[-1]
+        else:
+            self.views[f"{_EXPERT}norm.weight"] = self.expert_norms[-1]
         self.views[EXPERT_LM_HEAD] = torch.empty(
             self.config.vocab_size, c.width, dtype=self.params_dtype, device="meta"
         )
@@ -213,8 +220,13 @@ class PI05Weights:
         width, dim = self.config.expert.width, self.config.action_dim
         self.action_in = self._linear("action_in_proj", width, dim)
         self.action_out = self._linear("action_out_proj", dim, width)
-        self.time_in = self._linear("time_mlp_in", width, width)
-        self.time_out = self._linear("time_mlp_out", width, width)
+        if self.config.pi05:
+            self.time_in = self._linear("time_mlp_in", width, width)
+            self.time_out = self._linear("time_mlp_out", width, width)
+        else:
+            self.state = self._linear("state_proj", width, dim)
+            self.action_time_in = self._linear("action_time_mlp_in", width, 2 * width)
+            self.action_time_out = self._linear("action_time_mlp_out", width, width)
         self.value_head: list[tuple[Tensor, Tensor]] = []
         if self.config.value_mode is not None:
             sizes = (self.config.value_input_width, *self.config.value_head_sizes, 1)

@@ -53,6 +53,7 @@ class PI05Sizes:
     value_hidden: tuple[int, ...] | None = (16, 8)
     value_after_vlm: bool = True
     noise_head: bool = False
+    pi05: bool = True
 
     @property
     def image_tokens(self) -> int:
@@ -111,12 +112,17 @@ def parameter_shapes(sizes: PI05Sizes) -> dict[str, tuple[int, ...]]:
     shapes[EMBEDDING] = (s.vocab, s.prefix_width)
     stack(LANGUAGE, s.prefix_width, s.prefix_mlp, adaptive=False)
     shapes[LM_HEAD] = (s.vocab, s.prefix_width)
-    stack(EXPERT + "model.", s.expert_width, s.expert_mlp, adaptive=True)
+    stack(EXPERT + "model.", s.expert_width, s.expert_mlp, adaptive=s.pi05)
     shapes[EXPERT_LM_HEAD] = (s.vocab, s.expert_width)
     with_bias("action_in_proj", s.expert_width, s.action_dim)
     with_bias("action_out_proj", s.action_dim, s.expert_width)
-    with_bias("time_mlp_in", s.expert_width, s.expert_width)
-    with_bias("time_mlp_out", s.expert_width, s.expert_width)
+    if s.pi05:
+        with_bias("time_mlp_in", s.expert_width, s.expert_width)
+        with_bias("time_mlp_out", s.expert_width, s.expert_width)
+    else:
+        with_bias("state_proj", s.expert_width, s.action_dim)
+        with_bias("action_time_mlp_in", s.expert_width, 2 * s.expert_width)
+        with_bias("action_time_mlp_out", s.expert_width, s.expert_width)
     if s.value_hidden is not None:
         previous = s.prefix_width if s.value_after_vlm else s.expert_width
         for i, width in enumerate((*s.value_hidden, 1)):
@@ -151,7 +157,7 @@ def _random(name: str, shape: tuple[int, ...], gen: torch.Generator) -> Tensor:
         return values * 0.1
     if "layer_norm" in name or "post_layernorm" in name:
         return 1 + 0.2 * values
-    if name.endswith(("layernorm.weight", "language_model.norm.weight")):
+    if name.endswith(("layernorm.weight", "language_model.norm.weight", "gemma_expert.model.norm.weight")):
         return values * 0.2
     if "position_embedding" in name:
         return values * 0.3

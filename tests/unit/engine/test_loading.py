@@ -323,7 +323,7 @@ def test_missing_folder_and_folder_without_weights(tmp_path: Path) -> None:
 
 def test_another_model(tmp_path: Path) -> None:
     save_file({"some.weight": torch.zeros(3)}, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"no PI0\.5 model"):
+    with pytest.raises(CheckpointError, match=r"no PI0\.5 or PI0 model"):
         build_engine(tmp_path)
 
 

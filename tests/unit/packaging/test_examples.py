@@ -9,6 +9,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
+from rlinf_phyai.models.pi05.tiny import TinyConfig, make_tiny_checkpoint
 from rlinf_phyai.validation import find_problems
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "embodiment" / "config"
@@ -20,6 +21,15 @@ RECIPES = {f"libero_{suite}_{alg}_openpi_pi05_phyai": (suite, alg) for suite in 
 TINY = ("+size=tiny", "env.train.max_steps_per_rollout_epoch=20", "env.train.max_episode_steps=20")
 
 
+PI0 = "libero_spatial_ppo_openpi_pi0_phyai"
+
+
+@pytest.fixture(scope="module")
+def tiny_pi0(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = TinyConfig(pi05=False, tokenizer_max_length=48)
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("pi0"), config=config)
+
+
 def composed(name: str, *overrides: str) -> DictConfig:
     with initialize_config_dir(str(EXAMPLES), version_base=None):
         return compose(name, list(overrides))
@@ -27,13 +37,14 @@ def composed(name: str, *overrides: str) -> DictConfig:
 
 def test_every_suite_with_every_algorithm() -> None:
     base = "libero_spatial_ppo_openpi_pi05_phyai"
-    assert set(NAMES) == {*RECIPES, f"{base}_tiny", f"{base}_quickstart", f"{base}_flow_noise"}
+    assert set(NAMES) == {*RECIPES, PI0, f"{base}_tiny", f"{base}_quickstart", f"{base}_flow_noise"}
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.endswith("_tiny")])
 @pytest.mark.parametrize("gpus", [1, 4])
-def test_example_is_valid(name: str, gpus: int, tiny_checkpoint: Path) -> None:
-    cfg = composed(name, f"actor.model.model_path={tiny_checkpoint}", "rollout.phyai.kernel_policy=torch_reference")
+def test_example_is_valid(name: str, gpus: int, tiny_checkpoint: Path, tiny_pi0: Path) -> None:
+    checkpoint = tiny_pi0 if name == PI0 else tiny_checkpoint
+    cfg = composed(name, f"actor.model.model_path={checkpoint}", "rollout.phyai.kernel_policy=torch_reference")
     assert [str(problem) for problem in find_problems(cfg, gpus=gpus)] == []
     assert cfg.runner.logger.experiment_name == name
     assert cfg.runner.logger.log_path.endswith(name)

@@ -12,7 +12,7 @@ from torch import Tensor
 from rlinf_phyai.engine import Engine
 from rlinf_phyai.models.pi05 import PI05RolloutOutput, PI05RolloutRequest
 
-from .reference import HORIZON, Batch, Reference, ReferenceOutput, flow_sde_sigmas, make_batch
+from .reference import HORIZON, PROMPT_TOKENS, Batch, Reference, ReferenceOutput, flow_sde_sigmas, make_batch
 
 JOINT, EVAL = "joint", "eval"
 
@@ -49,8 +49,8 @@ class Case:
             return list(range(self.num_steps))
         return [] if self.step == EVAL else [int(self.step)]
 
-    def batch(self, vocab: int, cameras_used: int = 2) -> Batch:
-        return make_batch(list(self.lengths), self.num_steps, 1000 + self.seed, vocab, cameras_used)
+    def batch(self, vocab: int, cameras_used: int = 2, prompt_tokens: int = PROMPT_TOKENS) -> Batch:
+        return make_batch(list(self.lengths), self.num_steps, 1000 + self.seed, vocab, cameras_used, prompt_tokens)
 
     def sigmas(self) -> Tensor | None:
         if self.noise_method == "flow_noise":

@@ -59,7 +59,7 @@ class Batch:
     """One set of inputs, shared by the reference and the engine.
 
     ``pixels`` (B, 3, 3, 224, 224) f32 in [-1, 1]; ``camera_mask`` 3 bools; ``input_ids`` (B, 200) i64 right padded with
-    0; ``lang_lens`` (B,) i64; ``noise`` (B, H, D) f32; ``step_noise`` (B, N, H, D) f32.
+    0; ``lang_lens`` (B,) i64; ``noise`` (B, H, D) f32; ``step_noise`` (B, N, H, D) f32; ``state`` (B, D) f32, which PI0 reads.
     """
 
     pixels: Tensor
@@ -68,6 +68,7 @@ class Batch:
     lang_lens: Tensor
     noise: Tensor
     step_noise: Tensor
+    state: Tensor
 
     @property
     def size(self) -> int:
@@ -79,7 +80,9 @@ class Batch:
         return torch.arange(self.input_ids.shape[1])[None] < self.lang_lens[:, None]
 
 
-def make_batch(lengths: list[int], num_steps: int, seed: int, vocab: int, cameras_used: int = 2) -> Batch:
+def make_batch(
+    lengths: list[int], num_steps: int, seed: int, vocab: int, cameras_used: int = 2, prompt_tokens: int = PROMPT_TOKENS
+) -> Batch:
     """Random inputs, one sample per prompt length. Unused cameras are black (-1) and masked, as in LIBERO."""
     gen = torch.Generator().manual_seed(seed)
     size = len(lengths)
@@ -88,7 +91,7 @@ def make_batch(lengths: list[int], num_steps: int, seed: int, vocab: int, camera
     ramp = torch.linspace(-0.5, 0.5, IMAGE_SIZE)
     pixels = (pixels * 0.5 + ramp[:, None] * torch.rand(size, 3, 3, 1, 1, generator=gen)).clamp(-1, 1)
     pixels[:, cameras_used:] = -1.0
-    ids = torch.zeros(size, PROMPT_TOKENS, dtype=torch.int64)
+    ids = torch.zeros(size, prompt_tokens, dtype=torch.int64)
     for row, length in enumerate(lengths):
         ids[row, :length] = torch.randint(1, vocab, (length,), generator=gen)
     return Batch(
@@ -98,6 +101,7 @@ def make_batch(lengths: list[int], num_steps: int, seed: int, vocab: int, camera
         lang_lens=torch.tensor(lengths, dtype=torch.int64),
         noise=torch.randn(size, HORIZON, ACTION_DIM, generator=gen),
         step_noise=torch.randn(size, num_steps, HORIZON, ACTION_DIM, generator=gen),
+        state=torch.randn(size, ACTION_DIM, generator=gen),
     )
 
 
@@ -186,8 +190,8 @@ class Reference:
         self.sizes = sizes
         self.directory = directory
         config = openpi_action_model.OpenPi0Config(
-            config_name="pi05_libero",
-            pi05=True,
+            config_name="pi05_libero" if sizes.pi05 else "pi0_libero",
+            pi05=sizes.pi05,
             dtype="float32",
             discrete_state_input=False,
             action_horizon=sizes.horizon,
@@ -229,7 +233,7 @@ class Reference:
             {
                 "image": {name: batch.pixels[:, i].clone() for i, name in enumerate(CAMERAS)},
                 "image_mask": {name: torch.full((batch.size,), batch.camera_mask[i]) for i, name in enumerate(CAMERAS)},
-                "state": torch.zeros(batch.size, self.sizes.action_dim),
+                "state": batch.state,
                 "tokenized_prompt": batch.input_ids,
                 "tokenized_prompt_mask": batch.prompt_mask,
             }

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from omegaconf import DictConfig
 
 from rlinf_phyai.errors import EngineUnusableError
 from rlinf_phyai.models.pi05 import scheduler
+from rlinf_phyai.models.pi05.tiny import ASSET_ID, TinyConfig, make_tiny_checkpoint
 from rlinf_phyai.rollout.build import build_policy
 from rlinf_phyai.rollout.observation import BatchedTransforms, OpenPiTransforms, make_transforms
 from rlinf_phyai.rollout.openpi_setup import load_openpi_setup
@@ -132,6 +134,32 @@ def test_the_actor_finds_the_reported_log_probabilities_and_values(overrides, ma
     torch.testing.assert_close(result["prev_logprobs"], replayed["logprobs"], atol=TOLERANCE, rtol=0)
     torch.testing.assert_close(result["prev_values"][:, 0], replayed["values"], atol=TOLERANCE, rtol=0)
     assert result["prev_values"].std() > 10 * TOLERANCE  # the values differ, so the comparison says something
+
+
+@pytest.mark.parametrize("after_vlm", [True, False])
+def test_pi0_is_replayed_by_the_actor(after_vlm: bool, make_config, build, checkpoint, tmp_path) -> None:
+    """PI0 reads the state beside the prompt, normalised by mean and deviation, and LIBERO's actions relative to it."""
+    folder = make_tiny_checkpoint(tmp_path, seed=4, config=TinyConfig(pi05=False, tokenizer_max_length=48))
+    shutil.copy(checkpoint / ASSET_ID / "norm_stats.json", folder / ASSET_ID / "norm_stats.json")
+    openpi = "actor.model.openpi"
+    paths = [f"actor.model.model_path={folder}", f"rollout.model.model_path={folder}"]
+    config = make_config(*paths, f"{openpi}.config_name=pi0_libero", f"{openpi}.value_after_vlm={after_vlm}")
+    policy, actor = build(config)
+    observation = make_observation(3, seed=8)
+    actions, result = policy.predict_action_batch(observation)
+    replayed = _rescore(actor, result)
+    torch.testing.assert_close(result["prev_logprobs"], replayed["logprobs"], atol=TOLERANCE, rtol=0)
+    if after_vlm:
+        torch.testing.assert_close(result["prev_values"][:, 0], replayed["values"], atol=TOLERANCE, rtol=0)
+        torch.testing.assert_close(policy.predict_values(observation), result["prev_values"], atol=1e-5, rtol=0)
+    moved = {**observation, "states": observation["states"] + 0.5}
+    inputs = result["forward_inputs"] | {"observation/state": moved["states"]}
+    gap = (_rescore(actor, {"forward_inputs": inputs})["logprobs"] - result["prev_logprobs"]).abs().max()
+    assert gap > 10 * TOLERANCE  # the state matters
+    processed = actor.input_transform(actor.obs_processor(observation), transpose=False)
+    model_actions = result["forward_inputs"]["model_action"].view(3, 10, 32)
+    wanted = actor.output_transform({"actions": model_actions, "state": processed["state"]})["actions"]
+    assert torch.equal(actions, wanted)
 
 
 def test_annealed_noise_follows_the_step_that_rlinf_sets(make_config, build) -> None:
@@ -351,7 +379,6 @@ def test_bad_observations_are_named(make_config, build) -> None:
         ("actor.model.openpi.noise_method=flow_ode", "noise_method is 'flow_ode'"),
         ("actor.model.openpi.double_layer=true", "double_layer is on"),
         ("actor.model.openpi.safe_get_logprob=true", "safe_get_logprob is on"),
-        ("actor.model.openpi.config_name=pi0_libero", "PI0 model"),
         ("actor.model.openpi.num_images_in_input=3", "num_images_in_input is 3"),
         ("actor.model.openpi.noise_level=0.0", "positive noise level"),
         ("rollout.phyai.params_dtype=int8", "params_dtype is 'int8'"),

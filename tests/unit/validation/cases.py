@@ -67,10 +67,15 @@ ERRORS = [
         {f"{MODEL}.model_type": "openvla_oft"},
         ("'openvla_oft'", "allowed: openpi", "huggingface"),
     ),
-    change_one("config_name", f"{OPENPI}.config_name", "pi0_libero", "pi05_libero", "the engine implements PI0.5"),
-    change_one("config_name", f"{OPENPI}.config_name", "pi05_maniskill", "cameras", "only PI0.5 on LIBERO"),
+    change_one("config_name", f"{OPENPI}.config_name", "pi05_maniskill", "pi05_libero or pi0_libero", "only LIBERO"),
+    Case(
+        "weights_readable",
+        f"{MODEL}.model_path",
+        {f"{OPENPI}.config_name": "pi0_libero"},
+        ("a PI0.5 model", "a PI0 model (pi0_libero)"),
+    ),
     change_one("config_name", f"{OPENPI}.config_name", "p05_libero", "did you mean pi05_libero?"),
-    change_one("not_pi0", f"{OPENPI}.pi05", False, "false", "pi0 network"),
+    change_one("model_family", f"{OPENPI}.pi05", False, "false", "another network than pi05_libero names"),
     change_one("simulator", "env.train.env_type", "maniskill", "'maniskill'", "allowed: libero"),
     Case("simulator", "env.eval.env_type", {**EVALUATION, "env.eval.env_type": "calvin"}, ("'calvin'",)),
     change_one(

@@ -23,7 +23,7 @@ PAGE = TESTS.parent / "docs" / "options.md"
 INTRODUCTION = """\
 # Options of the policy
 
-Every option of RLinf's PI0.5 (`actor.model.openpi`), with the values that make a difference. Supported means: validation
+Every option of RLinf's PI0.5 and PI0 (`actor.model.openpi`), with the values that make a difference. Supported means: validation
 accepts it, and the tests named compare the engine with RLinf's own model class, both what it samples and what the actor finds
 when it scores the sample again. Refused means: the run stops before anything starts, for the reason given.
 
@@ -154,6 +154,14 @@ ROWS = [
     one("action_expert_variant", "gemma_300m_lora"),
     one("pi05", False),
     one("config_name", "pi05_libero", SAMPLED, RESCORED, REPLAYED),
+    one(
+        "config_name",
+        "pi0_libero",
+        "parity/test_pi0.py::test_pi0",
+        "parity/test_pi0.py::test_critic_after_the_expert",
+        "parity/test_pi0.py::test_after_an_update_the_engine_equals_a_fresh_one",
+        "rollout/test_policy.py::test_pi0_is_replayed_by_the_actor",
+    ),
     *refused_configs(
         "pi05_maniskill",
         "pi05_maniskill_sim_real_co_training",
@@ -166,7 +174,6 @@ ROWS = [
         "pi05_gsenv",
         "pi05_isaaclab_stack_cube",
         "pi05_droid_polaris",
-        "pi0_libero",
     ),
 ]
 

@@ -28,7 +28,7 @@ from rlinf_phyai.validation import find_problems
 from rlinf_phyai.validation.model import (
     ACTION_CHUNK,
     ACTION_HORIZON,
-    CONFIG_NAME,
+    CONFIG_NAMES,
     ENV_ACTION_DIM,
     NOISE_LEVEL,
     NOISE_METHODS,
@@ -289,15 +289,16 @@ def test_options_of_the_model_are_rlinfs() -> None:
     assert {f.name for f in dataclasses.fields(OpenPi0Config)} == OPENPI_OPTIONS
 
 
-def test_defaults_of_the_model_are_rlinfs() -> None:
-    model = get_openpi_config(CONFIG_NAME).model
+@pytest.mark.parametrize("name", CONFIG_NAMES)
+def test_defaults_of_the_model_are_rlinfs(name: str) -> None:
+    model = get_openpi_config(name).model
     assert isinstance(model, pi0_config.Pi0Config)
     config = OpenPi0Config(**model.__dict__)
-    assert ACTION_HORIZON[CONFIG_NAME] == config.action_horizon
+    assert ACTION_HORIZON[name] == config.action_horizon
     assert config.action_chunk == ACTION_CHUNK
-    assert ENV_ACTION_DIM[CONFIG_NAME] == config.action_env_dim
+    assert ENV_ACTION_DIM[name] == config.action_env_dim
     assert config.noise_level == NOISE_LEVEL
-    assert config.max_token_len == PROMPT_TOKENS
+    assert config.max_token_len == PROMPT_TOKENS[name]
     assert config.num_steps == 10
     assert config.noise_method == NOISE_METHODS[0]
     assert config.noise_params == NOISE_PARAMS
@@ -311,21 +312,23 @@ def test_noise_methods_are_the_engines() -> None:
     assert list(configuration.PI05Config().noise_std_range) == NOISE_STD_RANGE
 
 
-def test_unmasked_cameras_are_the_data_configs() -> None:
+@pytest.mark.parametrize("name", CONFIG_NAMES)
+def test_unmasked_cameras_are_the_data_configs(name: str) -> None:
     from rlinf.models.embodiment.openpi.policies.libero_policy import LiberoInputs, make_libero_example
 
-    config = get_openpi_config(CONFIG_NAME)
+    config = get_openpi_config(name)
     masks = LiberoInputs(model_type=config.model.model_type)(make_libero_example())["image_mask"]
-    assert sum(bool(mask) for mask in masks.values()) == VALID_CAMERAS[CONFIG_NAME]
+    assert sum(bool(mask) for mask in masks.values()) == VALID_CAMERAS[name]
     assert len(masks) == 3
 
 
-def test_statistics_lie_where_openpi_looks(tiny_checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", CONFIG_NAMES)
+def test_statistics_lie_where_openpi_looks(name: str, tiny_checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from openpi.training import checkpoints
 
     from rlinf_phyai.validation.files import ASSET_ID
 
     monkeypatch.setenv("OPENPI_DATA_HOME", str(tiny_checkpoint))  # or openpi downloads the tokenizer
-    config = get_openpi_config(CONFIG_NAME, model_path=str(tiny_checkpoint))
+    config = get_openpi_config(name, model_path=str(tiny_checkpoint))
     assert config.data.create(config.assets_dirs, config.model).asset_id == ASSET_ID
     assert checkpoints.load_norm_stats(tiny_checkpoint, ASSET_ID) is not None

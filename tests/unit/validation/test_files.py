@@ -98,7 +98,7 @@ def test_weights_of_another_model(config: MakeConfig, checkpoint: Path) -> None:
     save_file({"language_model.weight": torch.zeros(2, 2)}, checkpoint / "model.safetensors")
     problem = the_problem(config, checkpoint)
     assert problem.check == "weights_readable"
-    assert "no PI0.5 model" in str(problem)
+    assert "no PI0.5 or PI0 model" in str(problem)
 
 
 def value_head(*sizes: int) -> dict[str, torch.Tensor]:
