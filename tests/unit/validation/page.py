@@ -49,7 +49,9 @@ def problem_of(case: Case, config: MakeConfig) -> Problem:
     """The report that a case is about, the checkpoint's path made general."""
     problems = find_problems(config(case.base, case.changes), gpus=case.gpus)
     problem = next(problem for problem in problems if problem.check == case.check)
-    return replace(problem, allowed=problem.allowed.replace(config().actor.model.model_path, "/path/to/checkpoint"))
+    folder = config().actor.model.model_path
+    found, allowed = (text.replace(folder, "/path/to/checkpoint") for text in (problem.found, problem.allowed))
+    return replace(problem, found=found, allowed=allowed)
 
 
 def depends_on_the_installation(case: Case) -> bool:
