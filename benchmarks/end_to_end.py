@@ -170,7 +170,7 @@ def projection(mean: dict[str, float], sizes: dict[str, Any], recipe: dict[str, 
 
 def print_projection(result: dict[str, Any]) -> None:
     """The recipe's step by backend."""
-    recipe = result["recipe"]
+    recipe = recipe_sizes(result["shapes"]["config"])
     for run in result["runs"]:
         if not run["mean"]:
             continue
@@ -279,7 +279,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {
         "benchmark": "end_to_end",
         "shapes": sizes,
-        "recipe": recipe_sizes(args.config),
         "at_the_same_time": bool(args.gpus),
         "runs": [],
     }
@@ -309,8 +308,7 @@ def main() -> None:
         result = merge(args.merge) if args.merge else measure(args)
     except ValueError as error:
         sys.exit(str(error))
-    machine = result.pop("machine", None)
-    write_json(args.out, result if machine is None else {"machine": machine, **result})
+    write_json(args.out, result)
     for run in result["runs"]:
         print_run(run)
     print_comparison(result["runs"])

@@ -65,7 +65,7 @@ def draw_steps(result: dict[str, Any], file: Path) -> None:
         widths = [max(run["mean"][part], 0.0) for run in runs]
         bars = axis.barh(labels, widths, left=left, label=part, color=color)
         axis.bar_label(
-            bars, [f"{w:.1f}" if w > 0.03 * runs[0]["mean"]["total"] else "" for w in widths], label_type="center"
+            bars, [f"{w:.1f}" if w > 0.02 * runs[0]["mean"]["total"] else "" for w in widths], label_type="center"
         )
         left = [a + b for a, b in zip(left, widths, strict=True)]
     axis.invert_yaxis()

@@ -49,7 +49,6 @@ class TrainingRun:
     status: str
     exit_code: int | None
     seconds: float
-    overrides: list[str]
     milestones: dict[str, float] = field(default_factory=dict)  # seconds after the launch
     gpu: int | None = None
     gpu_memory_peak_gib: float | None = None
@@ -120,7 +119,7 @@ def train(
     if first_step is not None:
         milestones["first_step"] = first_step - started
     return TrainingRun(
-        backend, status, process.returncode, seconds, list(overrides), milestones, gpu, memory.stop(), scalars,
+        backend, status, process.returncode, seconds, milestones, gpu, memory.stop(), scalars,
         [] if status == "ok" else reader.tail,
     )  # fmt: skip
 

@@ -126,7 +126,6 @@ def test_a_run_that_is_refused_says_why(
         end_to_end.main()
     assert stopped.value.code == 1
     result = json.loads((tmp_path / "result.json").read_text())
-    assert result["recipe"]["samples"] == 4
     (record,) = result["runs"]
     assert (record["backend"], record["status"], record["exit_code"]) == ("phyai", "failed", 1)
     assert [record[name] for name in ("steps", "mean", "milestones")] == [[], {}, {}]
@@ -138,16 +137,15 @@ def test_tables_and_picture_of_merged_runs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """From runs as they are read back to everything that the benchmark shows."""
-    sizes = {"samples_per_step": 192, "environments": 16, "rollout_epochs": 1}
-    recipe = {"environments": 64, "episodes": 512, "samples": 24576}
+    sizes = {"config": end_to_end.CONFIG, "samples_per_step": 192, "environments": 16, "rollout_epochs": 1}
     for backend, predict in (("phyai", 2.0), ("huggingface", 5.0)):
         seconds = scalars(
             step=[90.0, 37.0 + predict], generate=[80.0, 33.0 + predict], reset=[60.0, 26.0], simulate=[9.0, 7.0],
             predict=[8.0, predict], advantages=[0.0, 0.0], training=[5.0, 2.0], sync=[2.0, 2.0],
         )  # fmt: skip
         seconds["env/success_once"] = [(0, 0.0), (1, 0.25)]
-        run = TrainingRun(backend, "ok", 0, 100.0, [], {"first_step": 60.0}, None, 80.5, seconds)
-        result = {"machine": {"gpu": "H"}, "shapes": sizes, "recipe": recipe, "runs": [end_to_end.summary(run, False)]}
+        run = TrainingRun(backend, "ok", 0, 100.0, {"first_step": 60.0}, None, 80.5, seconds)
+        result = {"machine": {"gpu": "H"}, "shapes": sizes, "runs": [end_to_end.summary(run, False)]}
         (tmp_path / f"{backend}.json").write_text(json.dumps(result))
     files = [str(tmp_path / f"{backend}.json") for backend in ("phyai", "huggingface")]
     monkeypatch.setattr(sys, "argv", ["end_to_end", "--merge", *files, "--out", str(tmp_path / "both.json")])
