@@ -219,24 +219,27 @@ def show_training(rows: list[dict[str, float]]) -> None:
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """Both curves, relative to their first sample."""
+    """What has been measured, over cycles and over training steps."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
-    samples = [Sample(**one) for one in result["cycles"]["samples"]]
-    axes[0].plot([s.cycle for s in samples], [(s.rss - samples[0].rss) / 1e6 for s in samples], marker=".")
-    axes[0].set_xlabel("weight syncs and predictions")
-    axes[0].set_title("rollout policy, MB grown")
-    rows = result["training"]["rows"]
-    for name in [name for name in rows[0] if name != "step"]:
-        axes[1].plot([row["step"] for row in rows], [row[name] - rows[0][name] for row in rows], marker=".", label=name)
-    axes[1].set_xlabel("training step")
-    axes[1].set_title("processes of a run, MB grown")
-    axes[1].legend()
-    for axis in axes:
+    parts = [part for part in ("cycles", "training") if part in result]
+    figure, axes = pyplot.subplots(1, len(parts), figsize=(4.5 * len(parts), 3.2), layout="constrained", squeeze=False)
+    for axis, part in zip(axes[0], parts, strict=True):
+        if part == "cycles":
+            samples = [Sample(**one) for one in result["cycles"]["samples"]]
+            axis.plot([s.cycle for s in samples], [s.rss / 1e6 for s in samples], marker=".")
+            axis.set_xlabel("weight syncs and predictions")
+        else:
+            rows = result["training"]["rows"]
+            for name in [name for name in rows[0] if name != "step"]:
+                axis.plot([row["step"] for row in rows], [row[name] for row in rows], marker=".", label=name)
+            axis.set_xlabel("training step")
+            axis.legend()
+        axis.set_title("rollout policy in one process, RSS MB" if part == "cycles" else "processes of a run, RSS MB")
+        axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)

@@ -11,10 +11,11 @@ import pytest
 
 from benchmarks.leak import Cycles, measure_cycles, slope
 
-# What one cycle handles: about 1.5 MB of weights in buckets, 0.4 MB of pixels per observation, and a result of which
-# the smallest part, the denoising chain, has 5 KiB. A cycle that kept any of its tensors would show in their number.
-# The resident size also moves with the allocator's fragments, so its bound is the smaller the more cycles there are.
-DRIFT_BYTES = 8 * 2**20
+# A cycle handles about 1 MB of weights in buckets and 0.4 MB of pixels per observation; a cycle that kept any tensor of it
+# would show in their number, which must not move at all. The resident size does move by tens of MB: the engine keeps the
+# input buffers of the 32 latest shapes, 2 to 7 MB each. Its bound is what no such swing reaches over that many cycles, and
+# far below one observation per cycle.
+BOUNDS = [pytest.param(300, 100 * 1024), pytest.param(2000, 32 * 1024, marks=pytest.mark.long)]
 
 
 @pytest.fixture
@@ -25,15 +26,15 @@ def cycles(checkpoint: Path) -> Iterator[Cycles]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [300, pytest.param(2000, marks=pytest.mark.long)])
-def test_memory_is_flat(cycles: Cycles, count: int) -> None:
+@pytest.mark.parametrize("count, bytes_per_cycle", BOUNDS)
+def test_memory_is_flat(cycles: Cycles, count: int, bytes_per_cycle: int) -> None:
     samples = measure_cycles(cycles, count, 100)
     for one in samples:
         print(one)
     assert len(samples) == count // 100 + 1
     assert {one.tensors for one in samples[1:]} == {samples[0].tensors}
     assert abs(slope(samples, "objects")) < 0.1
-    assert slope(samples, "rss") * count < DRIFT_BYTES
+    assert slope(samples, "rss") < bytes_per_cycle
 
 
 @pytest.mark.slow
