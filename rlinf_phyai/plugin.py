@@ -84,7 +84,15 @@ def _register_chained() -> None:
     name = os.environ.get(CHAINED_MODULE, "")
     if not name or name == _THIS_MODULE:
         return
-    module = importlib.import_module(name)
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # the module is there; what it imports is not
+        raise PluginError(
+            f"the environment's {EXT_MODULE} names the extension module {name!r}, which is not installed here. Install it, "
+            f"or unset {EXT_MODULE} where it was left over from another run."
+        ) from error
     if not hasattr(module, "register"):
         raise PluginError(f"The extension module {name!r} has no function register().")
     module.register()

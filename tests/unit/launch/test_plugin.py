@@ -96,6 +96,16 @@ assert plugin.report(object()).registered
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.parametrize("name", ["left_over", "left_over.part"])
+def test_an_extension_module_left_over_in_the_environment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """RLinf would go on without it."""
+    monkeypatch.setenv(plugin.EXT_MODULE, name)
+    monkeypatch.setenv(plugin.CHAINED_MODULE, "")
+    plugin.activate()
+    with pytest.raises(plugin.PluginError, match=f"RLINF_EXT_MODULE names the extension module '{name}', .* or unset"):
+        plugin._register_chained()
+
+
 def test_a_failing_register_raises_and_is_remembered(tmp_path: Path) -> None:
     (tmp_path / "theirs.py").write_text("def register():\n    raise ValueError('no licence')\n")
     code = """
