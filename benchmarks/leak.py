@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Does memory stay flat? Predictions and weight syncs by the thousand, or the processes of a real training run.
 
-    python -m benchmarks.leak cycles --checkpoint DIR     # 2,000 cycles in this process
+    python -m benchmarks.leak cycles --checkpoint DIR     # 2,040 cycles in this process
     python -m benchmarks.leak training --checkpoint DIR   # ten real steps: Ray, LIBERO, every worker's memory
     python -m benchmarks.leak plot
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ctypes
 import gc
 import itertools
 import json
@@ -39,18 +40,57 @@ TINY = "libero_spatial_ppo_openpi_pi05_phyai_tiny"
 RESULT = RESULTS / "leak.json"
 PLOT = Path("docs/images/memory.png")
 LARGEST_BATCH = 6  # above the engine's 4: split
+LENGTHS = 17  # of prompts
+PERIOD = LARGEST_BATCH * LENGTHS
+"""Cycles after which the same batch sizes and prompt lengths come again: samples one period apart hold the same buffers."""
 PROMPT_CACHE = 1024  # sentences that the tokenizer keeps
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Memory after ``cycle`` cycles: resident bytes, bytes allocated on the GPU, live tensors, objects that gc tracks."""
+    """Memory after ``cycle`` cycles.
+
+    Attributes:
+        rss: resident bytes; moves with what the allocator keeps and the kernel takes back.
+        heap: bytes that were allocated and not freed, in native code and by torch on the CPU.
+        cuda: bytes of tensors on the GPU.
+        tensors, objects: live tensors, and all objects that gc tracks.
+    """
 
     cycle: int
     rss: int
+    heap: int
     cuda: int
     tensors: int
     objects: int
+
+
+class _MallInfo2(ctypes.Structure):
+    """glibc's ``struct mallinfo2``."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        )
+    )
+
+
+def heap_in_use() -> int:
+    """Bytes that the C library has given out, in arenas and as mappings of their own."""
+    mallinfo2 = ctypes.CDLL(None).mallinfo2
+    mallinfo2.restype = _MallInfo2
+    info = mallinfo2()
+    return int(info.uordblks + info.hblkhd)
 
 
 def sample(cycle: int) -> Sample:
@@ -58,7 +98,7 @@ def sample(cycle: int) -> Sample:
     objects = gc.get_objects()
     tensors = sum(issubclass(type(one), torch.Tensor) for one in objects)
     cuda = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
-    return Sample(cycle, psutil.Process().memory_info().rss, cuda, tensors, len(objects))
+    return Sample(cycle, psutil.Process().memory_info().rss, heap_in_use(), cuda, tensors, len(objects))
 
 
 def slope(samples: list[Sample], field: str) -> float:
@@ -105,11 +145,11 @@ class Cycles:
         self._images = torch.randint(0, 256, (2, LARGEST_BATCH, 256, 256, 3), generator=generator, dtype=torch.uint8)
         self._states = torch.randn(LARGEST_BATCH, 8, generator=generator)
         self._numbers = itertools.count()
-        self._sentences = (f"put the {'very ' * (n % 17)}old cup {n} into the drawer" for n in itertools.count())
+        self._sentences = (f"put the {'very ' * (n % LENGTHS)}old cup {n} into the drawer" for n in itertools.count())
 
     def fill_caches(self) -> None:
         """More shapes (batch size, prompt length) and more prompts than are kept: from here on, old ones are dropped."""
-        for _ in range(20 * LARGEST_BATCH):
+        for _ in range(2 * PERIOD):
             self.run()
         tokenizer = self.policy.transforms.processor.tokenizer  # type: ignore[attr-defined]
         tokenizer([next(self._sentences) for _ in range(PROMPT_CACHE + 1)])
@@ -141,16 +181,13 @@ class Cycles:
 
 
 def measure_cycles(
-    cycles: Cycles, count: int, every: int, seen: Callable[[dict[str, Any]], object] = lambda result: None
+    cycles: Cycles, count: int, every: int = PERIOD, seen: Callable[[dict[str, Any]], object] = lambda result: None
 ) -> list[Sample]:
-    """``count`` cycles after the caches are full, one sample each ``every``.
+    """``count`` cycles, one sample each ``every``. Call ``fill_caches`` before.
 
     Args:
         seen: is given what every prediction returns.
     """
-    cycles.fill_caches()
-    for _ in range(every):
-        cycles.run()
     samples = [sample(0)]
     for number in range(1, count + 1):
         seen(cycles.run())
@@ -199,14 +236,21 @@ def _pid(worker: object) -> int:
 
 def show_cycles(samples: list[Sample]) -> None:
     table = Table(title="one weight sync and one prediction per cycle")
-    for column in ("cycle", "RSS MB", "GPU MB", "tensors", "gc objects"):
+    for column in ("cycle", "RSS MB", "heap MB", "GPU MB", "tensors", "gc objects"):
         table.add_column(column, justify="right")
     for s in samples:
-        table.add_row(str(s.cycle), f"{s.rss / 1e6:.1f}", f"{s.cuda / 1e6:.1f}", str(s.tensors), str(s.objects))
+        table.add_row(
+            str(s.cycle),
+            f"{s.rss / 1e6:.1f}",
+            f"{s.heap / 1e6:.2f}",
+            f"{s.cuda / 1e6:.1f}",
+            str(s.tensors),
+            str(s.objects),
+        )
     console = Console(width=100)
     console.print(table)
-    rss = slope(samples, "rss")
-    console.print(f"per cycle: {rss / 1024:+.2f} KiB RSS, {slope(samples, 'tensors'):+.4f} tensors")
+    heap = slope(samples, "heap")
+    console.print(f"per cycle: {heap / 1024:+.3f} KiB heap, {slope(samples, 'tensors'):+.4f} tensors")
 
 
 def show_training(rows: list[dict[str, float]]) -> None:
@@ -230,15 +274,18 @@ def plot(result: dict[str, Any], path: Path) -> None:
     for axis, part in zip(axes[0], parts, strict=True):
         if part == "cycles":
             samples = [Sample(**one) for one in result["cycles"]["samples"]]
-            axis.plot([s.cycle for s in samples], [s.rss / 1e6 for s in samples], marker=".")
+            for field, label in (("rss", "resident"), ("heap", "heap in use")):
+                axis.plot(
+                    [s.cycle for s in samples], [getattr(s, field) / 1e6 for s in samples], marker=".", label=label
+                )
             axis.set_xlabel("weight syncs and predictions")
         else:
             rows = result["training"]["rows"]
             for name in [name for name in rows[0] if name != "step"]:
                 axis.plot([row["step"] for row in rows], [row[name] for row in rows], marker=".", label=name)
             axis.set_xlabel("training step")
-            axis.legend()
-        axis.set_title("rollout policy in one process, RSS MB" if part == "cycles" else "processes of a run, RSS MB")
+        axis.legend()
+        axis.set_title("rollout policy in one process, MB" if part == "cycles" else "processes of a run, resident MB")
         axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -257,7 +304,7 @@ def main() -> None:
     parser.add_argument("what", choices=("cycles", "training", "plot"))
     parser.add_argument("--checkpoint", type=Path, help="of the tiny model: rlinf-phyai make-tiny-checkpoint DIR")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="of the cycles")
-    parser.add_argument("--count", type=int, help="cycles (2,000) or steps (10)")
+    parser.add_argument("--count", type=int, help="cycles (2,040) or steps (10)")
     parser.add_argument("--log-path", type=Path, default=Path("logs") / "leak")
     args = parser.parse_args()
     if args.what == "plot":
@@ -268,7 +315,9 @@ def main() -> None:
     if args.what == "cycles":
         torch.set_num_threads(1)
         begin = time.monotonic()
-        samples = measure_cycles(Cycles(checkpoint, args.device), args.count or 2000, 100)
+        cycles = Cycles(checkpoint, args.device)
+        cycles.fill_caches()
+        samples = measure_cycles(cycles, args.count or 20 * PERIOD)
         show_cycles(samples)
         merge("cycles", {"seconds": time.monotonic() - begin, "samples": [asdict(one) for one in samples]})
     else:

@@ -39,8 +39,8 @@ def train(cfg: DictConfig, runner_class: type[Any] | None = None) -> None:
             runner.run()
             say(f"finished; logs in {cfg.runner.logger.log_path}")
     except (PhyaiError, Interrupted):
-        if runner is not None and runner.checkpoint is not None:
-            say(f"to continue from the latest checkpoint: runner.resume_dir={runner.checkpoint}")
+        if checkpoint := getattr(runner, "checkpoint", None):
+            say(f"to continue from the latest checkpoint: runner.resume_dir={checkpoint}")
         raise
 
 
