@@ -26,8 +26,9 @@ def test_learned_noise_is_trained_synced_and_scored_alike(start: StartProgram) -
     for sync in syncs:
         head = {name: tensor for name, tensor in sync["actor"].items() if name.startswith("noise_head.")}
         assert len(head) == 8
-        for name, tensor in head.items():
-            assert torch.equal(sync["rollout"][name], tensor), name
+        for rank, weights in enumerate(sync["rollout"]):
+            for name, tensor in head.items():
+                assert torch.equal(weights[name], tensor), (rank, name)
         heads.append(head)
     moved = {name for name in heads[0] if not torch.equal(heads[0][name], heads[1][name])}
     assert moved == {name for name in heads[0] if "mlp_logvar" in name}  # the bounds stay
