@@ -95,20 +95,6 @@ def attention_tiles() -> dict[str, Callable[..., Any]]:
     }
 
 
-def vision_tiles() -> dict[str, Callable[..., Any]]:
-    """Row block, key block, warps and stages of the kernel for odd head widths."""
-    from rlinf_phyai.kernels.triton_vision_attention import vision_attention
-
-    chosen = (
-        (64, 128, 4, 2), (64, 256, 4, 2), (64, 64, 4, 3), (128, 64, 4, 2), (128, 64, 8, 2), (128, 128, 4, 2), (128, 128, 8, 2),
-        (128, 256, 8, 1), (256, 64, 8, 2),
-    )  # fmt: skip
-    return {
-        f"{m}x{n} w{warps} s{stages}": lambda qkv, scale, t=(m, n, warps, stages): vision_attention(qkv, scale, *t)
-        for m, n, warps, stages in chosen
-    }
-
-
 def rope_inputs(batch: int, length: int, start: int | None) -> tuple[Any, ...]:
     """qkv, tables, starts, caches, heads."""
     angle = torch.rand(1024, 128, device="cuda") * 6.28
@@ -161,7 +147,7 @@ def vision_cases(batch: int) -> Iterator[Case]:
     fc1 = lambda: (rand(rows, width), rand(hidden, width, scale=width**-0.5), rand(hidden))  # noqa: E731
     yield Case("linear_gelu", f"vision fc1 B={batch}", fc1, 2 * (rows + hidden) * width, 2 * rows * hidden * width)
     attend = lambda: (rand(images, 256, 3, 16, 72), 72**-0.5)  # noqa: E731
-    yield Case("vision_attention", f"vision B={batch}", attend, 4 * x, 4 * images * 16 * 256 * 256 * 72, vision_tiles())
+    yield Case("vision_attention", f"vision B={batch}", attend, 4 * x, 4 * images * 16 * 256 * 256 * 72)
 
 
 def clone(inputs: tuple[Any, ...]) -> tuple[Any, ...]:

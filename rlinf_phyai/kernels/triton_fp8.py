@@ -14,10 +14,9 @@ from torch import Tensor
 
 from rlinf_phyai.kernels.torch_ops import Quantized
 from rlinf_phyai.kernels.triton_common import fp8_scaling, gelu_tanh, missing_device, new_quantized, rounded
-from rlinf_phyai.kernels.triton_gated_gemm import fused_linear_gated_gelu_fp8
 from rlinf_phyai.kernels.triton_norms import add_rms_norm_fp8
 
-__all__ = ["add_rms_norm_fp8", "gated_gelu_fp8", "linear_gated_gelu_fp8", "quantize_rows", "unsupported_reason"]
+__all__ = ["add_rms_norm_fp8", "gated_gelu_fp8", "quantize_rows", "unsupported_reason"]
 
 
 def unsupported_reason(device: torch.device) -> str | None:
@@ -72,8 +71,3 @@ def gated_gelu_fp8(gate_up: Tensor, warps: int = 16, registers: int | None = 64)
     out = new_quantized(rows, width, gate_up.device)
     _gated_gelu_fp8_kernel[(rows,)](gate_up, *out, width, **_geometry(width, warps), maxnreg=registers)
     return out
-
-
-def linear_gated_gelu_fp8(x: Quantized, weight: Quantized, dtype: torch.dtype) -> Quantized:
-    """See :func:`rlinf_phyai.kernels.torch_ops.linear_gated_gelu_fp8`: product and activation in one kernel, then rows to FP8."""
-    return quantize_rows(fused_linear_gated_gelu_fp8(x, weight, dtype))

@@ -8,8 +8,6 @@ leave them. Needs compute capability 9.0.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 import triton
@@ -17,11 +15,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from rlinf_phyai.kernels.torch_ops import Quantized
 from rlinf_phyai.kernels.triton_activations import gated_gelu
 from rlinf_phyai.kernels.triton_common import gelu_tanh, missing_device, multiprocessors, rounded
 
-__all__ = ["fused_linear_gated_gelu", "fused_linear_gated_gelu_fp8", "linear_gated_gelu", "unsupported_reason"]
+__all__ = ["fused_linear_gated_gelu", "linear_gated_gelu", "unsupported_reason"]
 
 FUSED_ROWS = 2048
 """Below this many rows the library's GEMM and a separate activation are as fast or faster."""
@@ -34,11 +31,11 @@ def unsupported_reason(device: torch.device) -> str | None:
 
 @triton.jit
 def _gated_gemm_kernel(
-    x_desc, w_desc, out_desc, x_scale_ptr, w_scale_ptr, rows, columns,
+    x_desc, w_desc, out_desc, rows, columns,
     K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-    FLATTEN: tl.constexpr, SPECIALIZE: tl.constexpr, WIDE: tl.constexpr, SCALED: tl.constexpr,
+    FLATTEN: tl.constexpr, SPECIALIZE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    dtype: tl.constexpr = out_desc.dtype
+    dtype: tl.constexpr = x_desc.dtype
     blocks_m, blocks_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(columns, BLOCK_N)
     for tile in tl.range(
         tl.program_id(0), blocks_m * blocks_n, tl.num_programs(0), flatten=FLATTEN, warp_specialize=SPECIALIZE
@@ -62,50 +59,29 @@ def _gated_gemm_kernel(
                 x = x_desc.load([m, k])
                 gate = tl.dot(x, w_desc.load([0, n, k]).reshape(BLOCK_N, BLOCK_K).T, gate)
                 up = tl.dot(x, w_desc.load([1, n, k]).reshape(BLOCK_N, BLOCK_K).T, up)
-        if SCALED:
-            row, column = m + tl.arange(0, BLOCK_M), n + tl.arange(0, BLOCK_N)
-            row_scale = tl.load(x_scale_ptr + row, mask=row < rows, other=0.0)[:, None]
-            gate *= row_scale * tl.load(w_scale_ptr + column, mask=column < columns, other=0.0)[None, :]
-            up *= row_scale * tl.load(w_scale_ptr + columns + column, mask=column < columns, other=0.0)[None, :]
         product = rounded(gelu_tanh(rounded(gate, dtype)), dtype) * rounded(up, dtype)
         out_desc.store([m, n], product.to(dtype))
 
 
-def _launch(
-    x: Tensor, gate_up: Tensor, scales: tuple[Tensor, Tensor] | None, dtype: torch.dtype, block_m: int, block_n: int,
-    block_k: int, group: int, warps: int, stages: int, flatten: bool = False, specialize: bool = False, wide: bool = True,
+def fused_linear_gated_gelu(
+    x: Tensor, gate_up: Tensor, block_m: int = 128, block_n: int = 128, block_k: int = 64, group: int = 16, warps: int = 8,
+    stages: int = 4, flatten: bool = False, specialize: bool = False, wide: bool = True,
 ) -> Tensor:  # fmt: skip
+    """``gated_gelu(linear(x, gate_up))``: x [M, K], gate_up [2F, K] -> [M, F]. The options are tile sizes."""
     rows, inner = x.shape
     columns = gate_up.shape[0] // 2
-    out = torch.empty((rows, columns), dtype=dtype, device=x.device)
+    out = x.new_empty((rows, columns))
     x_desc = TensorDescriptor.from_tensor(x, [block_m, block_k])
     w_block = [2 if wide else 1, block_n, block_k]
     w_desc = TensorDescriptor.from_tensor(gate_up.view(2, columns, inner), w_block)
     out_desc = TensorDescriptor.from_tensor(out, [block_m, block_n])
     tiles = triton.cdiv(rows, block_m) * triton.cdiv(columns, block_n)
     _gated_gemm_kernel[(min(tiles, multiprocessors(x.device)),)](
-        x_desc, w_desc, out_desc, *(scales or (out, out)), rows, columns,
+        x_desc, w_desc, out_desc, rows, columns,
         K=inner, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP=group, FLATTEN=flatten, SPECIALIZE=specialize,
-        WIDE=wide, SCALED=scales is not None, num_warps=warps, num_stages=stages,
+        WIDE=wide, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out
-
-
-def fused_linear_gated_gelu(
-    x: Tensor, gate_up: Tensor, block_m: int = 128, block_n: int = 128, block_k: int = 64, group: int = 16, warps: int = 8,
-    stages: int = 4, **options: Any,
-) -> Tensor:  # fmt: skip
-    """``gated_gelu(linear(x, gate_up))``: x [M, K], gate_up [2F, K] -> [M, F]. The options are tile sizes."""
-    return _launch(x, gate_up, None, x.dtype, block_m, block_n, block_k, group, warps, stages, **options)
-
-
-def fused_linear_gated_gelu_fp8(
-    x: Quantized, gate_up: Quantized, dtype: torch.dtype, block_m: int = 128, block_n: int = 128, block_k: int = 128,
-    group: int = 16, warps: int = 8, stages: int = 3, **options: Any,
-) -> Tensor:  # fmt: skip
-    """The same for quantised matrices, with a result in ``dtype``."""
-    scales = (x.scale, gate_up.scale)
-    return _launch(x.values, gate_up.values, scales, dtype, block_m, block_n, block_k, group, warps, stages, **options)
 
 
 def linear_gated_gelu(x: Tensor, gate_up: Tensor) -> Tensor:

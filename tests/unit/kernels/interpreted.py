@@ -6,8 +6,6 @@ float16 stands in for bfloat16: the interpreter rounds it correctly, so places o
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -18,9 +16,7 @@ from rlinf_phyai.kernels import (
     triton_expert,
     triton_fp8,
     triton_gated_gemm,
-    triton_prefix_attention,
     triton_resize,
-    triton_scaled_gemm,
     triton_suffix_linear,
 )
 from rlinf_phyai.kernels.registry import BACKENDS, load
@@ -65,17 +61,6 @@ def test_attention_ignores_masked_slots() -> None:
         k[b, length:], v[b, length:] = torch.nan, torch.nan
     for kernel in (triton_attention.attention, triton_attention.suffix_attention):
         assert relative_error(kernel(q, k, v, lengths, scale), want) < 1e-6
-
-
-def test_attention_in_whole_blocks_and_a_rest() -> None:
-    sizes = replace(TINY, head_dim=16, slots=70)
-    q, k, v, _, scale = OPERATIONS["attention"][1](Draw(sizes, "cpu", torch.float16))
-    lengths = torch.tensor([70, 32, 1], dtype=torch.int32)  # whole blocks and a rest, whole blocks only, a rest only
-    want = torch_ops.attention(q, k, v, lengths, scale)
-    for b, length in enumerate(lengths.tolist()):
-        k[b, length:], v[b, length:] = torch.nan, torch.nan
-    got = triton_prefix_attention.attention(q, k, v, lengths, scale, block_m=16, block_n=16)
-    assert relative_error(got, want) < 1e-3
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -154,20 +139,3 @@ def test_rows_to_fp8(width: int) -> None:
         assert relative_error(got.values * got.scale, want.values * want.scale) < 1e-3
         assert got.values.abs().amax(dim=1).sub(448)[got.scale[:, 0] > 1e-10].abs().max() <= 0.25
     assert torch.equal(ours, theirs)
-
-
-@pytest.mark.parametrize("wide", [True, False])
-def test_gated_gemm_of_quantized_rows(wide: bool) -> None:
-    d = Draw(TINY, "cpu", torch.float32)
-    x, weight = torch_ops.quantize_rows(d(40, 64)), torch_ops.quantize_rows(d(96, 64, scale=0.125))
-    got = triton_gated_gemm.fused_linear_gated_gelu_fp8(
-        x, weight, torch.float32, block_m=16, block_n=16, block_k=32, group=2, wide=wide
-    )
-    assert relative_error(got, torch_ops.gated_gelu(torch_ops.linear_fp8(x, weight, torch.float32))) < 1e-6
-
-
-def test_product_of_quantized_rows() -> None:
-    d = Draw(TINY, "cpu", torch.float32)
-    x, weight = torch_ops.quantize_rows(d(40, 64)), torch_ops.quantize_rows(d(48, 64, scale=0.125))
-    got = triton_scaled_gemm.linear_fp8(x, weight, torch.float32, block_m=16, block_n=16, block_k=32, group=2)
-    assert relative_error(got, torch_ops.linear_fp8(x, weight, torch.float32)) < 1e-6
