@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether weights are finite: one fused reduction over many tensors, and one wait for its result."""
+"""Whether weights are finite: reductions over many tensors, and one wait for their result."""
 
 from __future__ import annotations
 
@@ -9,13 +9,24 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
+_LARGE = 1 << 22  # elements
+
 
 def magnitudes(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Largest absolute values: one float32 vector per dtype, NaN where a tensor holds one. Does not wait for the device."""
+    """Largest absolute values: float32 vectors, NaN where a tensor holds one. Does not wait for the device.
+
+    Small tensors of one dtype share a launch. A large one gets a reduction of its own, which reads several times faster
+    than the fused one.
+    """
+    single: list[Tensor] = []
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
-        by_dtype.setdefault(tensor.dtype, []).append(tensor.detach())
-    return [torch.stack(torch._foreach_norm(group, ord=math.inf)).float() for group in by_dtype.values()]
+        if tensor.numel() >= _LARGE:
+            single.append(torch.linalg.vector_norm(tensor.detach(), ord=math.inf).float())
+        else:
+            by_dtype.setdefault(tensor.dtype, []).append(tensor.detach())
+    fused = [torch.stack(torch._foreach_norm(group, ord=math.inf)).float() for group in by_dtype.values()]
+    return [*fused, torch.stack(single)] if single else fused
 
 
 def all_finite(magnitudes: list[Tensor]) -> bool:
