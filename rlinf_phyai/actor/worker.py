@@ -238,7 +238,9 @@ class PhyaiActorWorker(EmbodiedFSDPActor):
         choice, self._self_check = self._self_check, "off"
         if choice not in ("warn", "stop"):
             return
-        failed = [verdict for verdict in judge(self._correction_metrics, Limits()) if not verdict.ok]
+        prefix_precision = OmegaConf.select(self.cfg, "rollout.phyai.prefix_precision")
+        limits = Limits.for_dtype(torch.bfloat16, prefix_precision)
+        failed = [verdict for verdict in judge(self._correction_metrics, limits) if not verdict.ok]
         if not failed:
             self._logger.info("self-check: rollout and actor agree within the limits.")
             return

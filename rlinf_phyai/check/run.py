@@ -58,7 +58,9 @@ def run_check(cfg: DictConfig, *, envs: int, steps: int, limits: dict[str, float
     cfg = check_config(cfg, envs * steps)
     start_process_group()
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    allowed = Limits.for_dtype(params_dtype(cfg.rollout.phyai.get("params_dtype"), device)).replaced(limits)
+    options = cfg.rollout.phyai
+    dtype = params_dtype(options.get("params_dtype"), device)
+    allowed = Limits.for_dtype(dtype, options.get("prefix_precision")).replaced(limits)
     # The simulator first: its processes should not inherit two models.
     source: Any = libero(cfg, envs) if simulator else nullcontext(RandomObservations(envs))
     with source as observe:

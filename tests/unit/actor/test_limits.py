@@ -64,6 +64,17 @@ def test_float32_allows_rounding_only():
     }
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_an_fp8_prefix_is_allowed_its_own_rounding(dtype):
+    measured = HEALTHY | {
+        "actor/rollout_train_logprob_gap": 0.016,
+        "actor/rollout_train_kl": 9.7e-3,
+        "actor/rollout_train_value_gap": 0.2,
+    }
+    assert all(verdict.ok for verdict in judge(measured, Limits.for_dtype(dtype, "fp8")))
+    assert len([verdict for verdict in judge(measured, Limits.for_dtype(dtype)) if not verdict.ok]) == 3
+
+
 @pytest.mark.parametrize("pairs, words", [({"gap": 1.0}, "unknown limit 'gap'"), ({"kl": -1.0}, "kl is -1.0")])
 def test_limits_that_make_no_sense(pairs, words):
     with pytest.raises(ValueError, match=words):
