@@ -86,7 +86,7 @@ def predict_figures(result: Result) -> str:
     rows = [
         f"B{row['batch']}: predict {row['predict']:.2f} (best {row['predict_best']:.2f}) step {row['rollout_step']:.2f} "
         f"(+{row['overhead_percent']:.1f}%) "
-        f"inputs {row['inputs']:.2f} plan {row['plan']:.2f}"
+        f"inputs {row['inputs']:.2f} plan {row['plan']:.2f} replay {row['replay']:.2f} to_host {row['to_host']:.2f}"
         for row in result["rows"]
     ]
     return "\n".join([f"resize exact: {result['resize_exact']}", *rows])

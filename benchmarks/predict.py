@@ -31,7 +31,7 @@ from rlinf_phyai.models.pi05.resize import PilBilinearResize
 from rlinf_phyai.models.pi05.tiny import train_tokenizer
 from rlinf_phyai.models.pi05.tokenizer import PromptTokenizer
 from rlinf_phyai.rollout.observation import BatchedTransforms
-from rlinf_phyai.rollout.policy import PhyaiPolicy, PolicyOptions
+from rlinf_phyai.rollout.policy import PhyaiPolicy, PolicyOptions, _copy, _to_host
 from rlinf_phyai.rollout.sampling import FlowSampler, SamplingOptions
 
 STEPS = 3
@@ -121,6 +121,10 @@ def measure(policy: PhyaiPolicy, batch: int) -> dict[str, float]:
         "upload": wall_ms(lambda: [obs[name].cuda() for name in ("main_images", "wrist_images")]),
         "plan": wall_ms(lambda: policy.sampler.plan(batch, "train")),
         "actions": wall_ms(lambda: policy.transforms.actions(output.actions, inputs)),
+        "replay": wall_ms(lambda: [_copy(value) for value in renamed.values() if isinstance(value, torch.Tensor)]),
+        "to_host": wall_ms(
+            lambda: _to_host({"chains": output.chains, "actions": output.actions, "log_probs": output.log_probs})
+        ),
         "values": wall_ms(lambda: policy.predict_values(obs), 5),
     }
     row["overhead_percent"] = 100 * (row["predict"] / row["rollout_step"] - 1)
