@@ -271,7 +271,7 @@ def test_self_check_before_the_first_update(make_actor, make_config, give_batch,
     actor._self_check = choice  # as at the start of a run
     give_batch(actor)["prev_logprobs"] += 0.3
     if choice == "stop":
-        with pytest.raises(PhyaiError, match=r"logprob_gap is 0.3, allowed: at most 0.02.*self_check: stop"):
+        with pytest.raises(PhyaiError, match=r"logprob_gap is 0.3, allowed: at most 0.01.*self_check: stop"):
             actor.compute_advantages_and_returns()
         return
     actor.compute_advantages_and_returns()
