@@ -118,7 +118,7 @@ def explained(folder: Path) -> Iterator[None]:
     """
     try:
         yield
-    except Exception as error:
+    except BaseException as error:  # torch's CheckpointException is no Exception
         reason = _unwritable(folder)
         if reason is None:
             raise

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable
 from pathlib import Path
 
@@ -85,6 +86,20 @@ def test_an_error_leaves_the_older_checkpoint_alone(whole: Path) -> None:
         save_again(rank_on_another_disk)
     assert [folder.name for folder in whole.parent.iterdir()] == ["global_step_3"]
     assert (whole / "actor" / "model_state_dict" / "full_weights.pt").read_bytes() == before
+
+
+def test_a_full_disk_is_called_a_full_disk(tmp_path: Path) -> None:
+    """torch's own writer and its own error, in a process that may write small files only."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+    try:
+        with (
+            pytest.raises(CheckpointError, match=r"cannot be written to .*: File too large"),
+            checkpoints.explained(tmp_path),
+        ):
+            save(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_step_that_is_saved_again_replaces_the_older(whole: Path) -> None:
