@@ -52,7 +52,11 @@ def test_weights_to_fp8(rows: int, width: int, hidden: int) -> None:
     x[3] = 0
     got, want = kernel("quantize_rows", "triton")(x), torch_ops.quantize_rows(x)
     assert torch.equal(got.scale, want.scale)
-    assert share_of_equal(got, want) == 1
+    # Triton converts to FP8 through 16 bits: what lies next to the middle between two FP8 values may go to the other one.
+    exact = x.float() / want.scale
+    ours, theirs = ((q.values.float() - exact).abs() for q in (got, want))
+    assert (ours <= theirs * (1 + 2.0**-5) + 2.0**-20).all()
+    assert share_of_equal(got, want) > 0.995
 
 
 @pytest.mark.parametrize("rows, width, hidden", SIZES)

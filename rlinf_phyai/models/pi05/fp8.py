@@ -54,7 +54,11 @@ class Fp8Prefix:
         if counters == self._quantized:
             return
         for tensor, size in zip(self._tensors(), self._sizes, strict=True):
-            tensor.untyped_storage().resize_(size)  # nothing happens unless it was released
+            storage = tensor.untyped_storage()
+            if (
+                storage.nbytes() != size
+            ):  # released; on CUDA the same size again would move it, under the captured graphs
+                storage.resize_(size)
         for source, copy in zip(self._sources, self._copies, strict=True):
             for weight, values, scale in zip(source, *copy, strict=True):
                 quantized = self._kernels.quantize_rows(weight)

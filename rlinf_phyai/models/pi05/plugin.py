@@ -42,6 +42,10 @@ class PI05Model:
         check_memory(self.config, args.max_batch_size, device, params_dtype, fp8_prefix)
         self.weights = PI05Weights(self.config, device, params_dtype)
         self.load_report: LoadReport = load_checkpoint(self.weights, args.checkpoint_dir, args.weights, progress)
+        if device.type == "cuda":
+            # What loading leaves in torch's cache would otherwise house the small tensors that follow, and offloading could
+            # not give it back.
+            torch.cuda.empty_cache()
         positions = self.config.num_cameras * self.config.vision.num_tokens + self.config.tokenizer_max_length
         self.tables = DerivedTables(
             kernels,

@@ -140,13 +140,16 @@ def parameter_shapes(sizes: PI05Sizes) -> dict[str, tuple[int, ...]]:
 def fill_parameters(parameters: Mapping[str, Tensor], seed: int) -> None:
     """Writes random values into the parameters, in name order, from an explicit seed.
 
+    Those of the transformers are bfloat16 values: openpi's loaders round the float32 ones among them, a weight update does
+    not, and a test that compares the two must not see that.
     Everything is non-zero (AdaRMS ``dense``, norm weights, biases and the critic too: zeros hide errors), and scaled so that
     activations, velocities and values stay of order one.
     """
     gen = torch.Generator().manual_seed(seed)
     for name in sorted(parameters):
         tensor = parameters[name]
-        tensor.data.copy_(_random(name, tuple(tensor.shape), gen))
+        values = _random(name, tuple(tensor.shape), gen)
+        tensor.data.copy_(values.bfloat16() if name.startswith("paligemma_with_expert.") else values)
 
 
 def _random(name: str, shape: tuple[int, ...], gen: torch.Generator) -> Tensor:

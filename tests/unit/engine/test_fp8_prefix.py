@@ -120,6 +120,18 @@ def test_writes_through_the_views_are_quantised_too(
     assert not torch.equal(everything(engine)["actions"], before["actions"])
 
 
+def test_the_copies_keep_their_address(make_engine: MakeEngine, wide: Path, options: dict[str, Any]) -> None:
+    """Captured graphs read them there."""
+    engine = make_engine(wide, **options)
+    assert engine._model is not None
+    prefix = engine._model.tables.fp8_prefix
+    assert prefix is not None
+    before = [tensor.data_ptr() for tensor in prefix._tensors()]
+    with engine.weight_update() as write:
+        write({name: tensor for name, tensor in NEW.items() if name.startswith(f"{LANGUAGE}layers.")})
+    assert [tensor.data_ptr() for tensor in prefix._tensors()] == before
+
+
 def test_an_update_of_other_parameters_does_not_quantise_again(
     make_engine: MakeEngine, wide: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
