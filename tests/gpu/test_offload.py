@@ -62,7 +62,8 @@ def test_offload_frees_the_device_and_reload_restores_every_bit(
         left, freed = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0] - free
         # What stays is small: tables, cuBLAS workspaces, the requests and results of this test.
         assert left < 0.3 * GIB, f"{left / GIB:.2f} of {allocated / GIB:.2f} GiB still allocated"
-        assert freed > weights, f"other processes see only {freed / GIB:.2f} GiB more"
+        # Segments of torch's allocator that a small tensor still lives in stay taken: 0.5 GiB on an H200.
+        assert freed > 0.9 * weights, f"other processes see only {freed / GIB:.2f} GiB more"
         taken = torch.empty(weights, dtype=torch.uint8, device="cuda")  # an actor would take it now
         taken.fill_(1)
         del taken
