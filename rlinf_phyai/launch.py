@@ -108,25 +108,6 @@ def absolute_paths(cfg: DictConfig) -> None:
             OmegaConf.update(cfg, key, os.path.abspath(value), force_add=True)
 
 
-def refuse_other_actors(cfg: DictConfig) -> None:
-    """RLinf has further actor classes (SAC, DAgger, NFT, IQL, pipelined training); none of them is started here.
-
-    Raises:
-        PhyaiError: the config belongs to one of them; training it with the PPO actor would be another algorithm.
-    """
-    loss_type = str(OmegaConf.select(cfg, "algorithm.loss_type", default=""))
-    found = None
-    if loss_type.startswith("embodied_"):
-        found = f"algorithm.loss_type is {loss_type!r}"
-    elif OmegaConf.select(cfg, "runner.use_training_pipeline", default=False):
-        found = "runner.use_training_pipeline is True"
-    if found:
-        raise PhyaiError(
-            f"{found}, which needs another actor class of RLinf than its PPO and GRPO actor; allowed: "
-            "algorithm.loss_type actor_critic or actor without the pipeline. Use RLinf's own program for this config."
-        )
-
-
 def validate(cfg: DictConfig) -> None:
     """Refuse what cannot work, all problems at once, before any process is started; print the warnings."""
     from rlinf_phyai.validation import validate_config

@@ -214,7 +214,22 @@ def reward_model(s: Settings) -> Iterator[Problem]:
         )
 
 
-CHECKS_ANY = (rollout_backend, reward_model)
+def other_actors(s: Settings) -> Iterator[Problem]:
+    """With the stock backend: RLinf's further actor classes (SAC, DAgger, NFT, IQL, pipelined training) are not started here."""
+    if not s.trains or s.backend != backends.DEFAULT:
+        return
+    reason = "it needs another actor class of RLinf than its PPO and GRPO actor, which would train something else"
+    fix = "use RLinf's own program for this config"
+    key = "algorithm.loss_type"
+    loss = s.text(key)
+    if loss is not None and loss.startswith("embodied_"):
+        yield Problem(key, show(loss), one_of(ALGORITHMS.values()), fix, reason)
+    key = "runner.use_training_pipeline"
+    if s.flag(key):
+        yield Problem(key, "true", "false", fix, reason)
+
+
+CHECKS_ANY = (rollout_backend, reward_model, other_actors)
 CHECKS = (
     task_type,
     model_type,

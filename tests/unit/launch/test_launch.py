@@ -65,17 +65,6 @@ def test_own_errors_become_messages(capsys: pytest.CaptureFixture[str]) -> None:
     assert "[rlinf-phyai] stopped: the reason" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "key, value", [("algorithm.loss_type", "embodied_sac"), ("runner.use_training_pipeline", True)]
-)
-def test_configs_of_other_actors_are_refused(key: str, value: object) -> None:
-    cfg = OmegaConf.create({"algorithm": {"loss_type": "actor_critic"}, "runner": {}})
-    launch.refuse_other_actors(cfg)
-    OmegaConf.update(cfg, key, value)
-    with pytest.raises(PhyaiError, match=key):
-        launch.refuse_other_actors(cfg)
-
-
 def test_evaluation_takes_the_actors_model() -> None:
     cfg = OmegaConf.create(
         {

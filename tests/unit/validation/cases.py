@@ -21,6 +21,7 @@ GRPO = {
 }
 EVALUATION = {"runner.val_check_interval": 10, "env.eval.total_num_envs": 64}
 NO_CORRECTION = {"algorithm.recompute_logprobs": False, "algorithm.importance_sampling_fix": False}
+STOCK = {"rollout.rollout_backend": "huggingface", **NO_CORRECTION}
 ONLY_EVALUATION = {"runner.only_eval": True, "env.eval.total_num_envs": 64, "rollout.model": "${actor.model}"}
 
 
@@ -99,8 +100,20 @@ ERRORS = [
     Case(
         "reward_model",
         "reward.use_reward_model",
-        {"rollout.rollout_backend": "huggingface", "reward.use_reward_model": True, **NO_CORRECTION},
+        {**STOCK, "reward.use_reward_model": True},
         ("RLinf's own entry point",),
+    ),
+    Case(
+        "other_actors",
+        "algorithm.loss_type",
+        {**STOCK, "algorithm.loss_type": "embodied_sac"},
+        ("another actor class",),
+    ),
+    Case(
+        "other_actors",
+        "runner.use_training_pipeline",
+        {**STOCK, "runner.use_training_pipeline": True},
+        ("RLinf's own program",),
     ),
     # -- keys and types
     change_one(

@@ -114,7 +114,7 @@ ROWS = [
             "algorithm.loss_type": "actor",
             "algorithm.group_size": 8,
         },
-        ("rollout/test_policy.py::test_without_a_critic_values_are_zero_and_rlinf_asks_for_no_bootstrap",),
+        ("rollout/test_policy.py::test_without_a_critic_no_value_is_computed_and_rlinf_asks_for_no_bootstrap",),
     ),
     one("value_after_vlm", True, SAMPLED, RESCORED),
     one(
