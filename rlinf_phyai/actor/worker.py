@@ -22,7 +22,6 @@ from rlinf.hybrid_engines.weight_syncer.bucket_syncer import BucketWeightSyncer
 from rlinf.utils.utils import materialize_tensor
 from rlinf.workers.actor.fsdp_actor_worker import EmbodiedFSDPActor
 
-from rlinf_phyai import __version__
 from rlinf_phyai.actor.correction import CorrectionConfig, advantage_weights
 from rlinf_phyai.actor.gaussian import GaussianSettings, gaussian_metrics
 from rlinf_phyai.actor.limits import Limits, judge
@@ -88,10 +87,6 @@ class PhyaiActorWorker(EmbodiedFSDPActor):
     def correction_metrics(self) -> dict[str, float]:
         """Figures of the last rescoring, the same on every rank; NaN where no sample contributed."""
         return dict(self._correction_metrics)
-
-    def confirm_backend(self) -> dict[str, str]:
-        """Which class really runs in this process: ``module``, ``class`` and the plugin's ``version``."""
-        return {"module": type(self).__module__, "class": type(self).__name__, "version": __version__}
 
     def model_provider_func(self) -> torch.nn.Module:
         """RLinf's model; its prefix runs on real tokens where ``rollout.phyai.actor_prefix`` says so."""

@@ -13,7 +13,6 @@ import torch
 from rlinf.scheduler import Channel, Worker
 from rlinf.workers.rollout.hf.huggingface_worker import MultiStepRolloutWorker
 
-from rlinf_phyai import __version__
 from rlinf_phyai.checksum import Checksum
 from rlinf_phyai.rollout.build import build_policy
 from rlinf_phyai.rollout.policy import PhyaiPolicy
@@ -53,18 +52,6 @@ class PhyaiRolloutWorker(MultiStepRolloutWorker):
     def _environments_per_stage(self) -> int:
         """Training environments of this worker in one pipeline stage; evaluation's where a run only evaluates."""
         return self.per_node_train_batch_size if self.enable_train else self.per_node_eval_batch_size
-
-    def confirm_backend(self) -> dict[str, str]:
-        """What really samples in this process: module, class, engine version, device, dtype and kernel policy."""
-        engine = self.hf_model.engine
-        return {
-            "module": type(self).__module__,
-            "class": type(self).__name__,
-            "version": __version__,
-            "device": str(engine.device),
-            "params_dtype": str(engine.params_dtype),
-            "kernel_policy": engine.kernel_policy.name,
-        }
 
     # -- predictions ------------------------------------------------------------------------------------------------
 

@@ -240,11 +240,6 @@ def test_bucket_sync_leaves_out_the_experts_language_head(make_actor, make_confi
     assert left_out == {"paligemma_with_expert.gemma_expert.lm_head.weight"}
 
 
-def test_confirms_the_class_that_runs(make_actor, make_config):
-    confirmed = make_actor(make_config()).confirm_backend()
-    assert set(confirmed) == {"module", "class", "version"}
-
-
 def test_config_of_the_worker_names_the_corrected_loss(make_config):
     from rlinf_phyai.actor.correction import CorrectionConfig
     from rlinf_phyai.actor.worker import corrected_config

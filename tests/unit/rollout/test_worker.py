@@ -210,14 +210,6 @@ def test_the_engine_is_sized_to_the_workers_environments(make_config, make_worke
     assert make_worker(make_config("rollout.phyai.max_batch_size=3"), []).hf_model.engine.max_batch_size == 3
 
 
-def test_confirm_backend_names_what_runs(make_config, make_worker) -> None:
-    found = make_worker(make_config(), []).confirm_backend()
-    assert found["device"] == "cpu"
-    assert found["params_dtype"] == "torch.float32"
-    assert found["kernel_policy"] == "torch_reference"
-    assert set(found) == {"module", "class", "version", "device", "params_dtype", "kernel_policy"}
-
-
 def test_ckpt_path_is_loaded_on_top(make_config, make_worker, build_actor, tmp_path) -> None:
     config = make_config()
     state = {name: tensor + 0.25 for name, tensor in build_actor(config).state_dict().items()}
