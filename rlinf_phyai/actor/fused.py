@@ -6,15 +6,14 @@ products, norms fused with the residual addition, GELU and product inside one ke
 mask. The kernels round where the eager modules round. Only a prefix without gradients can run this way. Rescoring and training
 both do, so PPO's ratio before the first step stays exactly 1, and the engine's prefix is the same code.
 
-Inside the block of :func:`forwards` layers and norms compute other functions, but are still called as modules: that is what makes
-FSDP gather their weights. Stacking the weights of a layer costs a copy per call, well below a hundredth of the products.
+Inside the block of :func:`~rlinf_phyai.actor.prefix.forwards` layers and norms compute other functions, but are still called
+as modules: that is what makes FSDP gather their weights. Stacking the weights of a layer costs a copy per call, well below a
+hundredth of the products.
 """
 
 from __future__ import annotations
 
-import types
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,23 +21,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from rlinf_phyai.actor.prefix import PaddedLayout, masked_rows_attention, pool
+from rlinf_phyai.actor.prefix import PaddedLayout, forwards, masked_rows_attention, pool
 from rlinf_phyai.kernels import Kernels
-
-
-@contextmanager
-def forwards(replacements: Iterable[tuple[torch.nn.Module, Callable[..., Any]]]) -> Iterator[None]:
-    """Inside the block, each module computes the function beside it (which takes the module as its first argument)."""
-    replaced = []
-    try:
-        for module, function in replacements:
-            module = getattr(module, "_fsdp_wrapped_module", module)  # FSDP1 wraps; its own forward must stay
-            module.forward = types.MethodType(function, module)
-            replaced.append(module)
-        yield
-    finally:
-        for module in replaced:
-            del module.forward
 
 
 def fused_vision(vision_tower: Any, kernels: Kernels) -> Any:

@@ -3,18 +3,13 @@
 
 RLinf's PI0.5 runs its vision-language prefix over 968 positions of which LIBERO fills about 534. Masked positions are
 never attended by valid ones, so leaving them out changes nothing that an action or a log-prob depends on. The critic
-after the VLM
-does read them: it averages over the padding. Their rows follow a simple rule, which :func:`run_prefix` computes
-    beside the
-real tokens: a masked row sees every key with the same weight, so its attention output is the mean of V over all
-    positions,
-and all prompt padding of a sample is one and the same row.
+after the VLM does read them: it averages over the padding. Their rows follow a simple rule, which :func:`run_prefix`
+computes beside the real tokens: a masked row sees every key with the same weight, so its attention output is the mean
+of V over all positions, and all prompt padding of a sample is one and the same row.
 
 Rescoring and training call the same function on the same batches, so PPO's ratio before the first step is exactly 1.
-Real
-and masked rows go through each layer in two calls, never in one product: leaving out the masked rows (in training,
-    where the
-pooled critic input of the frozen prefix is already known) then changes no bit of the real ones.
+Real and masked rows go through each layer in two calls, never in one product: leaving out the masked rows (in training,
+where the pooled critic input of the frozen prefix is already known) then changes no bit of the real ones.
 
 Every layer is called as a module, so that FSDP's hooks gather its weights.
 """
@@ -22,6 +17,8 @@ Every layer is called as a module, so that FSDP's hooks gather its weights.
 from __future__ import annotations
 
 import types
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -199,6 +196,21 @@ def register_attention() -> None:
         ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attention)
 
 
+@contextmanager
+def forwards(replacements: Iterable[tuple[torch.nn.Module, Callable[..., Any]]]) -> Iterator[None]:
+    """Inside the block, each module computes the function beside it (which takes the module as its first argument)."""
+    replaced = []
+    try:
+        for module, function in replacements:
+            module = getattr(module, "_fsdp_wrapped_module", module)  # FSDP1 wraps; its own forward must stay
+            module.forward = types.MethodType(function, module)
+            replaced.append(module)
+        yield
+    finally:
+        for module in replaced:
+            del module.forward
+
+
 def run_prefix(
     language_model: Any,
     embs: torch.Tensor,
@@ -266,12 +278,8 @@ def _keys_and_values(layer: Any, hidden: torch.Tensor, rotary: tuple[torch.Tenso
         cache.update(key, value, attention.layer_idx)
         return hidden
 
-    module = getattr(layer, "_fsdp_wrapped_module", layer)  # FSDP1 wraps; its own forward must stay
-    module.forward = types.MethodType(forward, module)
-    try:
+    with forwards([(layer, forward)]):
         layer(hidden)
-    finally:
-        del module.forward
 
 
 def pool(hidden: torch.Tensor, padded: torch.Tensor, layout: PaddedLayout) -> torch.Tensor:
