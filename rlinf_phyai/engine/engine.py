@@ -294,7 +294,9 @@ class Engine:
     def offload(self) -> None:
         """Moves the weights to the host and frees graphs and buffers, so that others may use the device's memory.
 
-        The host keeps a copy of all weights from then on (page-locked on CUDA). On an offloaded engine it does nothing.
+        The host keeps a copy of all weights from then on (page-locked on CUDA). On an offloaded engine it does nothing. Views that
+        :meth:`state_dict` gave out are good again after :meth:`reload`; until then they have no memory, and reading or writing one
+        crashes the process.
 
         Raises:
             EngineClosedError, EngineUnusableError, WeightUpdateError (an update is in progress), PhyaiError (too little host memory).
@@ -333,7 +335,7 @@ class Engine:
             assert self._model is not None
             try:
                 self._model.tables.refresh()
-            except torch.OutOfMemoryError:
+            except BaseException:  # also an interrupt: tables that are half made must not be used
                 self._model.tables.release()
                 self._host_copy.save()
                 raise

@@ -51,9 +51,11 @@ class HostCopy:
                 self._saved[i] = tensor._version
                 copied += self._sizes[i]
         self._wait()
+        self.away = (
+            True  # before the first one goes: an interrupt in between must not leave weights that seem to be there
+        )
         for tensor in self._tensors:
             tensor.untyped_storage().resize_(0)
-        self.away = True
         return copied
 
     def restore(self) -> None:
@@ -65,7 +67,7 @@ class HostCopy:
         try:
             for tensor, size in zip(self._tensors, self._sizes, strict=True):
                 tensor.untyped_storage().resize_(size)
-        except RuntimeError:
+        except BaseException:
             for tensor in self._tensors:
                 tensor.untyped_storage().resize_(0)
             raise

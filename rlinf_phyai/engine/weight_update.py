@@ -189,7 +189,7 @@ class WeightUpdater:
             return
         self._state = UpdateState.DIRTY
         try:
-            _copy(targets)
+            _copy(self._detached(targets))
         except BaseException as error:
             self._fail(f"writing weights failed half-way ({type(error).__name__}: {error})")
             raise
@@ -222,6 +222,8 @@ class WeightUpdater:
                 problems.append(f"{source}: found a {tensor.layout} tensor, expected a dense one")
             elif tensor.is_meta and not view.is_meta:
                 problems.append(f"{source}: found a meta tensor, which has no data")
+            elif tensor.numel() and not tensor.is_meta and not tensor.untyped_storage().nbytes():
+                problems.append(f"{source}: found a tensor without memory, such as a view of an offloaded engine")
             else:
                 seen.add(name)
                 if view.is_meta:
@@ -235,6 +237,18 @@ class WeightUpdater:
             )
         self._report.ignored += ignored
         return targets
+
+    def _detached(self, targets: list[tuple[str, Tensor, Tensor]]) -> list[tuple[str, Tensor, Tensor]]:
+        """Targets whose sources no write of this batch can change: those that lie in the live weights are copied first."""
+        own = {storage.untyped_storage().data_ptr() for storage in self._parameters.storages.values()}
+
+        def apart(view: Tensor, tensor: Tensor) -> Tensor:
+            if tensor.untyped_storage().data_ptr() not in own:
+                return tensor
+            itself = tensor.data_ptr() == view.data_ptr() and tensor.stride() == view.stride()
+            return tensor if itself else tensor.detach().clone()
+
+        return [(name, view, apart(view, tensor)) for name, view, tensor in targets]
 
     def _check_tied(self, targets: list[tuple[str, Tensor, Tensor]]) -> list[str]:
         """The embedding and the output head are one tensor: when both come, they must hold the same values."""

@@ -118,7 +118,8 @@ def load_state_file(path: str | Path) -> dict[str, Tensor]:
     """
     file = Path(path).expanduser()
     if not file.is_file():
-        raise CheckpointError(f"weights file {file} does not exist.")
+        found = "is a directory; name the .pt file inside" if file.is_dir() else "does not exist"
+        raise CheckpointError(f"weights file {file} {found}.")
     try:
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:

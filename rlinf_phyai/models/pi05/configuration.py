@@ -8,6 +8,7 @@ published PI0.5 sizes for what shapes cannot tell (number of heads, horizon, pro
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -129,7 +130,12 @@ class PI05Config:
             raise ValueError(f"value_mode is {self.value_mode!r}; allowed: {', '.join(VALUE_MODES)} or None.")
         if self.noise_method not in NOISE_METHODS:
             raise ValueError(f"noise_method is {self.noise_method!r}; allowed: {', '.join(NOISE_METHODS)}.")
-        if len(self.noise_std_range) != 2 or not 0 < self.noise_std_range[0] < self.noise_std_range[1]:
+        try:
+            smallest, largest = self.noise_std_range
+            ordered = 0 < smallest < largest < math.inf
+        except (TypeError, ValueError):  # no pair, or no numbers
+            ordered = False
+        if not ordered:
             raise ValueError(
                 f"noise_std_range is {self.noise_std_range}; two numbers are needed, 0 < smallest < largest deviation."
             )

@@ -153,7 +153,11 @@ def load_checkpoint(
         round_transformers(weights)
     if extra is not None:
         where = f"weights file {extra}"
-        state = merge_adapters(load_state_file(extra))
+        content = load_state_file(extra)
+        try:
+            state = merge_adapters(content)
+        except CheckpointError as error:
+            raise CheckpointError(f"{where}: {error}") from error
         shapes: dict[str, tuple[int, ...]] = {}
         add_shapes(shapes, tensor_headers(state), where)
         top = plan_load(weights.views, shapes, weights.is_optional, subset=True, where=where)

@@ -48,20 +48,42 @@ def merge_adapters(
         materialize: makes the tensors that enter a product whole (sharded ones cannot be multiplied).
 
     Raises:
-        CheckpointError: an adapter without its other half or without its matrix.
+        CheckpointError: a name that comes twice; an adapter without its other half, without its matrix or of another size; an
+            adapted matrix without its adapter.
     """
     adapters: dict[str, dict[str, Tensor]] = {}
     merged: dict[str, Tensor] = {}
+    adapted: list[str] = []
     for name, tensor in state.items():
         if found := _ADAPTER.search(name):
             adapters.setdefault(plain_name(name), {})[found[1]] = tensor
-        else:
-            merged[plain_name(name)] = tensor
-    for name, halves in adapters.items():
+            continue
+        plain = plain_name(name)
+        if plain in merged:
+            raise CheckpointError(f"{plain} comes twice (once as {name}); remove one of the two.")
+        merged[plain] = tensor
+        if name.endswith(".base_layer.weight"):
+            adapted.append(plain)
+    for name in dict.fromkeys([*adapters, *adapted]):
+        halves = adapters.get(name, {})
         if name not in merged or halves.keys() != {"A", "B"}:
             raise CheckpointError(f"the LoRA adapter of {name} is incomplete: it needs the matrix, lora_A and lora_B.")
         if name == LM_HEAD:
             continue  # tied to the embedding, which has no adapter
+        _check_sizes(name, merged[name], halves["A"], halves["B"])
         weight, a, b = (materialize(tensor) for tensor in (merged[name], halves["A"], halves["B"]))
         merged[name] = torch.addmm(weight.float(), b.float(), a.float(), alpha=scale).to(weight.dtype)
     return merged
+
+
+def _check_sizes(name: str, weight: Tensor, a: Tensor, b: Tensor) -> None:
+    shapes = [tuple(tensor.shape) for tensor in (weight, a, b)]
+    fits = all(len(shape) == 2 for shape in shapes) and b.shape[1] == a.shape[0]
+    if not fits or shapes[0] != (b.shape[0], a.shape[1]):
+        raise CheckpointError(
+            f"the LoRA adapter of {name} does not fit: found the matrix {shapes[0]}, lora_A {shapes[1]} and lora_B {shapes[2]}; "
+            "(out, in), (r, in) and (out, r) are needed."
+        )
+    for half, tensor in (("lora_A", a), ("lora_B", b)):
+        if not tensor.is_floating_point():
+            raise CheckpointError(f"{half} of {name} has dtype {tensor.dtype}; parameters are floating-point tensors.")

@@ -453,6 +453,8 @@ def test_extra_weights_of_a_lora_run_are_merged(tmp_path: Path, make_engine: Mak
 def test_extra_weights_missing_or_truncated(tmp_path: Path, checkpoint: Path) -> None:
     with pytest.raises(CheckpointError, match=r"nowhere\.pt does not exist"):
         build_engine(checkpoint, weights=tmp_path / "nowhere.pt")
+    with pytest.raises(CheckpointError, match=r"is a directory; name the \.pt file inside"):
+        build_engine(checkpoint, weights=tmp_path)
     file = save_extra(tmp_path / "run.pt", STATE)
     file.write_bytes(file.read_bytes()[:1000])
     with pytest.raises(CheckpointError, match=r"run\.pt cannot be read"):

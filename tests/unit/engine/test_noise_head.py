@@ -113,3 +113,11 @@ def test_a_part_of_the_head_is_refused(make_engine: MakeEngine, tmp_path: Path) 
 def test_a_head_that_the_run_does_not_use_is_refused(make_engine: MakeEngine, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"noise_head\.\*\) is noise_method flow_noise"):
         make_engine(write_checkpoint(tmp_path, OLD, LEARNED), noise_method="flow_sde")
+
+
+@pytest.mark.parametrize(
+    "value", [(0.1, float("inf")), (float("nan"), 1.0), ("a", "b"), (0.1,), 5, (0.2, 0.1), (0.0, 1.0)]
+)
+def test_a_noise_range_that_is_none(value: object, checkpoint: Path, make_engine: MakeEngine) -> None:
+    with pytest.raises(ValueError, match=r"noise_std_range is .* two numbers are needed"):
+        make_engine(checkpoint, noise_method="flow_noise", noise_std_range=value)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -144,3 +146,56 @@ def test_only_what_changed_is_copied_again() -> None:
     host.restore()
     assert first.sum() == 4.0
     assert torch.equal(second, torch.ones(3, 7))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("no memory"), torch.OutOfMemoryError()])
+def test_a_reload_that_is_cut_short_leaves_the_engine_offloaded(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    engine = make_engine()
+    before = rollout_tensors(engine, rollout_request())
+    engine.offload()
+
+    def fail() -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._model.tables, "refresh", fail)
+        with pytest.raises(type(error)):
+            engine.reload()
+    assert engine.offloaded
+    assert held_bytes(engine) == 0
+    engine.reload()
+    assert_same_bits(rollout_tensors(engine, rollout_request()), before)
+
+
+def test_steps_offloads_updates_and_close_from_many_threads(make_engine: MakeEngine) -> None:
+    """Every call answers or is refused by name; the engine ends idle with right results, and closes among them."""
+    engine, state = make_engine(), random_state(SIZES, seed=3)  # the checkpoint's own weights: results stay
+    before = rollout_tensors(engine, rollout_request())
+    refused: set[type[BaseException]] = set()
+    stop = threading.Event()
+
+    def update() -> None:
+        with engine.weight_update() as write:
+            write(state)
+
+    def repeat(call: Callable[[], object]) -> None:
+        while not stop.is_set():
+            try:
+                call()
+            except Exception as error:
+                refused.add(type(error))
+
+    calls = (lambda: engine.step(step_request()), engine.offload, engine.reload, update, engine.state_dict)
+    threads = [threading.Thread(target=repeat, args=(call,), daemon=True) for call in calls]
+    for thread in threads:
+        thread.start()
+    time.sleep(1.0)
+    stop.set()
+    for thread in threads:
+        thread.join(20)
+    assert not any(thread.is_alive() for thread in threads)
+    assert refused <= {EngineOffloadedError, WeightUpdateError}
+    engine.reload()
+    assert_same_bits(rollout_tensors(engine, rollout_request()), before)

@@ -755,3 +755,28 @@ def test_critic_that_arrives_by_an_update_is_used(writer: str, make_engine: Make
     engine.finish_weight_update()
     assert engine.load_report.optional == []
     assert_same_bits(everything_it_computes(engine), everything_it_computes(make_engine()))
+
+
+def test_weights_of_the_engine_itself_as_new_weights(make_engine: Callable[..., Engine]) -> None:
+    """Two views that change places, a transposed one, and one sent back as it is."""
+    engine = make_engine()
+    views = engine.state_dict()
+    stem = "paligemma_with_expert.gemma_expert.model.layers.0.self_attn."
+    keys, values, square = f"{stem}k_proj.weight", f"{stem}v_proj.weight", "time_mlp_in.weight"
+    before = {name: views[name].clone() for name in (keys, values, square)}
+    with engine.weight_update() as update:
+        update({keys: views[values], values: views[keys], square: views[square].t(), BIAS: views[BIAS]})
+    assert torch.equal(views[keys], before[values])
+    assert torch.equal(views[values], before[keys])
+    assert torch.equal(views[square], before[square].t())
+
+
+def test_views_of_an_offloaded_engine_are_refused(make_engine: Callable[..., Engine]) -> None:
+    engine, other = make_engine(), make_engine()
+    views = {name: view for name, view in other.state_dict().items() if not view.is_meta}
+    other.offload()
+    engine.begin_weight_update()
+    with pytest.raises(WeightUpdateError, match="without memory"):
+        engine.update_weights(views)
+    engine.abort_weight_update()
+    assert engine.state.value == "idle"

@@ -15,7 +15,10 @@ from rlinf_phyai.check.observations import RandomObservations
 from rlinf_phyai.check.run import load_config
 from rlinf_phyai.engine import CheckpointError
 from rlinf_phyai.models.pi05.checkpoint import LM_HEAD
+from rlinf_phyai.models.pi05.configuration import PI05Config
+from rlinf_phyai.models.pi05.loading import load_checkpoint
 from rlinf_phyai.models.pi05.lora import merge_adapters, plain_name, plain_names
+from rlinf_phyai.models.pi05.weights import PI05Weights
 
 TINY = "libero_spatial_ppo_openpi_pi05_phyai_tiny"
 ENVS, STEPS = 2, 2
@@ -110,3 +113,30 @@ def test_half_an_adapter() -> None:
     stem = "paligemma_with_expert.paligemma.base_model.model.model.language_model.layers.0.self_attn.q_proj"
     with pytest.raises(CheckpointError, match=r"q_proj\.weight is incomplete"):
         merge_adapters({f"{stem}.base_layer.weight": torch.eye(2), f"{stem}.lora_A.default.weight": torch.eye(2)})
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"lora_A.default.weight": torch.ones(3, 5)}, r"does not fit: found the matrix \(6, 5\), lora_A \(3, 5\)"),
+        ({"lora_A.default.weight": torch.ones(2, 4)}, "does not fit"),
+        ({"lora_A.default.weight": torch.ones(2)}, "does not fit"),
+        ({"lora_B.default.weight": torch.ones(6, 2, dtype=torch.int32)}, "lora_B of .* has dtype torch.int32"),
+        ({"lora_A.default.weight": None, "lora_B.default.weight": None}, "is incomplete"),
+        ({"base_layer.weight": None}, "is incomplete"),
+        ({"weight": torch.ones(6, 5)}, "comes twice"),
+    ],
+)
+def test_adapters_that_do_not_fit(change: dict[str, Any], message: str, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """Nothing is merged half, and the engine names the file."""
+    stem = "paligemma_with_expert.paligemma.base_model.model.model.language_model.layers.0.self_attn.q_proj."
+    parts = {"base_layer.weight": torch.ones(6, 5), "lora_A.default.weight": torch.ones(2, 5)}
+    parts |= {"lora_B.default.weight": torch.ones(6, 2)} | change
+    state = {stem + name: tensor for name, tensor in parts.items() if tensor is not None}
+    with pytest.raises(CheckpointError, match=message):
+        merge_adapters(state)
+    file = tmp_path / "adapted.pt"
+    torch.save(state, file)
+    weights = PI05Weights(PI05Config.from_checkpoint(tiny_checkpoint), torch.device("cpu"), torch.float32)
+    with pytest.raises(CheckpointError, match=f"{file.name}: .*{message}"):
+        load_checkpoint(weights, tiny_checkpoint, file, progress=False)
