@@ -1,77 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared by the benchmarks: timing with CUDA events, the machine's description, JSON output, the random full-size actor."""
+"""Shared by the benchmarks: the machine's description, JSON output, the random full-size actor."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
-import statistics
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 RESULTS = Path(__file__).resolve().parent / "results"
-
-
-def time_ms(function: Callable[[], Any], repeats: int = 20, warm_up: int = 3) -> dict[str, float]:
-    """Milliseconds of one call: median, mean, min and max over ``repeats``, by CUDA events (host clock on CPU)."""
-    cuda = torch.cuda.is_available()
-    for _ in range(warm_up):
-        function()
-    samples = []
-    for _ in range(repeats):
-        if cuda:
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            torch.cuda.synchronize()
-            start.record()
-            function()
-            end.record()
-            torch.cuda.synchronize()
-            samples.append(start.elapsed_time(end))
-        else:
-            begin = time.perf_counter()
-            function()
-            samples.append((time.perf_counter() - begin) * 1e3)
-    return {
-        "median": statistics.median(samples),
-        "mean": statistics.fmean(samples),
-        "std": statistics.pstdev(samples),
-        "min": min(samples),
-        "max": max(samples),
-    }
-
-
-def graph_of(function: Callable[[], Any]) -> Callable[[], None]:
-    """The function as a CUDA graph replay."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            function()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        function()
-    return graph.replay
-
-
-def matmul_peak_tflops(size: int = 8192) -> float:
-    """bf16 matmul rate of a large square product: the practical peak."""
-    a = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
-    b = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
-    return 2 * size**3 / time_ms(lambda: a @ b, 10)["median"] / 1e9
-
-
-def copy_bandwidth_tbs(gib: float = 2.0) -> float:
-    """Device copy bandwidth, bytes read plus written."""
-    source = torch.randn(int(gib * 2**30 / 4), device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.numel() * 4 / time_ms(lambda: target.copy_(source), 10)["median"] / 1e9
 
 
 def machine() -> dict[str, Any]:

@@ -20,18 +20,10 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from benchmarks.common import (
-    RESULTS,
-    copy_bandwidth_tbs,
-    graph_of,
-    matmul_peak_tflops,
-    random_actor,
-    save_actor,
-    time_ms,
-    write_json,
-)
+from benchmarks.common import RESULTS, random_actor, save_actor, write_json
 from benchmarks.flops import stage_flops
 from benchmarks.inputs import make_observations
+from benchmarks.timing import copy_tbs, graph_of, matmul_tflops, time_ms
 from rlinf_phyai.engine import DeviceConfig, Engine, EngineArgs, EngineConfig, RuntimeConfig
 from rlinf_phyai.engine.kernel_policy import load_kernel_policy
 from rlinf_phyai.models.pi05 import PI05Args
@@ -135,7 +127,7 @@ def main() -> None:
         "cameras": 2,
         "dtype": "bfloat16",
     }
-    result["peak"] = {"matmul_tflops": matmul_peak_tflops(), "copy_tbs": copy_bandwidth_tbs()}
+    result["peak"] = {"matmul_tflops": matmul_tflops(), "copy_tbs": copy_tbs()}
     actor = None
     if "eager" in contenders or "compile" in contenders:
         begin = time.time()

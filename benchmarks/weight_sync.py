@@ -26,9 +26,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.common import RESULTS, copy_bandwidth_tbs, random_actor, save_actor, write_json
+from benchmarks.common import RESULTS, random_actor, save_actor, write_json
 from benchmarks.engine import add_engine_options, build_engine, chosen_policy
 from benchmarks.inputs import make_observations
+from benchmarks.timing import copy_tbs
 from rlinf_phyai.actor.worker import UNUSED_BY_ACTIONS
 from rlinf_phyai.engine import Engine
 from rlinf_phyai.run_summary import read_scalars
@@ -168,7 +169,7 @@ def main() -> None:
     if args.runs:
         add_runs(args.runs, args.output)
         return
-    rate = copy_bandwidth_tbs()
+    rate = copy_tbs()
     actor = random_actor()
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as scratch:
         save_actor(actor, Path(scratch))
