@@ -10,8 +10,9 @@ import sys
 from pathlib import Path
 
 import hydra
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig
 
+from rlinf_phyai.evaluation.config import for_evaluation
 from rlinf_phyai.launch import absolute_config_path, run_as_program, say, worker_groups
 
 
@@ -50,16 +51,6 @@ def evaluate(cfg: DictConfig) -> dict[str, float]:
         say(f"wrote {logs / FILE_NAME}")
         say(f"finished; logs in {logs}")
         return metrics
-
-
-def for_evaluation(cfg: DictConfig) -> None:
-    """Turn a training config into one that RLinf evaluates: it then reads the model from ``rollout.model``."""
-    with open_dict(cfg):
-        cfg.runner.task_type = "embodied_eval"
-        cfg.runner.only_eval = True
-        if cfg.get("actor") is not None:
-            # The actor's interpolations name actor.model; they stay valid where the section is copied to.
-            cfg.rollout.model = OmegaConf.merge(cfg.actor.model, cfg.rollout.model)
 
 
 @hydra.main(version_base="1.3", config_path=None, config_name=None)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from rlinf_phyai.check.observations import complete, libero_env
+from rlinf_phyai.evaluation.config import for_evaluation
 from rlinf_phyai.evaluation.outcomes import Episode, Paired, pair
 
 
@@ -145,7 +146,6 @@ def run_pair(cfg: Any, envs: int) -> PairedResult:
         PhyaiError: the config is refused.
     """
     from rlinf_phyai import launch
-    from rlinf_phyai.eval import for_evaluation
 
     for_evaluation(cfg)
     launch.prepare()

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from rlinf_phyai import environment, launch, shutdown
 from rlinf_phyai.errors import PhyaiError
-from rlinf_phyai.eval import for_evaluation
+from rlinf_phyai.evaluation.config import for_evaluation
 
 
 def test_relative_config_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from rlinf_phyai.eval import for_evaluation
+from rlinf_phyai.evaluation.config import for_evaluation
 from rlinf_phyai.paths import config_dir
 from rlinf_phyai.validation import ANY_BACKEND, ConfigError, find_problems, validate_config
 from tests.unit.validation.cases import (
