@@ -13,7 +13,8 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from rlinf_phyai.models.pi05.tiny import TOKENIZER_FILE, read_tiny_config
+from rlinf_phyai.models.pi05.stated_sizes import read_stated_sizes
+from rlinf_phyai.models.pi05.tiny import TOKENIZER_FILE
 
 # openpi finds its tokenizer through the environment: one thread at a time may change that.
 _LOCK = threading.RLock()
@@ -25,7 +26,7 @@ def with_stated_sizes(cfg: DictConfig) -> DictConfig:
     Returns:
         ``cfg`` itself when the checkpoint states nothing, else a resolved copy.
     """
-    sizes = read_tiny_config(cfg.model_path)
+    sizes = read_stated_sizes(cfg.model_path)
     if sizes is None:
         return cfg
     cfg = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))

@@ -133,7 +133,7 @@ def make_random_checkpoint(
         if size is _Size.FULL:
             random_checkpoint.make_random_checkpoint(directory, seed=seed, device=device, tokenizer=tokenizer)
         else:
-            sizes = random_checkpoint.SHALLOW if size is _Size.SHALLOW else tiny.TinyConfig()
+            sizes = random_checkpoint.SHALLOW if size is _Size.SHALLOW else None
             tiny.make_tiny_checkpoint(directory, seed=seed, config=sizes)
     typer.echo(f"{directory}: {size} random PI0.5 checkpoint, {_mebibytes(directory):.1f} MiB, seed {seed}")
 

@@ -2,7 +2,7 @@
 """The actor's model: RLinf's own PI0.5, in the sizes that the checkpoint states.
 
 RLinf builds one size of PI0.5 and casts it to bfloat16. A checkpoint whose ``config.json`` has the key ``rlinf_phyai``
-(:mod:`rlinf_phyai.models.pi05.tiny`) states other sizes; :func:`build_openpi` builds those with a subclass of RLinf's
+(:mod:`rlinf_phyai.models.pi05.stated_sizes`) states other sizes; :func:`build_openpi` builds those with a subclass of RLinf's
 model class, in float32. Any other checkpoint gets RLinf's own class. RLinf's loader runs for both, without initialising
 what the checkpoint holds (:mod:`rlinf_phyai.actor.model_loading`).
 """
@@ -24,7 +24,7 @@ from transformers.models.auto import CONFIG_MAPPING
 from rlinf_phyai.actor.model_loading import building
 from rlinf_phyai.checkpoint_setup import own_tokenizer, with_stated_sizes
 from rlinf_phyai.models.pi05.configuration import NOISE_HEAD_SIZES
-from rlinf_phyai.models.pi05.tiny import GemmaSizes, TinyConfig, read_tiny_config
+from rlinf_phyai.models.pi05.stated_sizes import GemmaSizes, StatedSizes, read_stated_sizes
 
 _CAMERAS = 3  # of the reference model; unused ones are masked
 
@@ -42,7 +42,7 @@ def build_openpi(cfg: DictConfig, torch_dtype: torch.dtype | None = None) -> nn.
     Raises:
         CheckpointError: the checkpoint's tensors are not those of the model.
     """
-    sizes = read_tiny_config(cfg.model_path)
+    sizes = read_stated_sizes(cfg.model_path)
     model_class = None if sizes is None else _sized(sizes)
     with building(model_class, f"checkpoint {cfg.model_path}"), own_tokenizer(str(cfg.model_path)):
         return rlinf_get_model(with_stated_sizes(cfg), torch_dtype)
@@ -51,7 +51,7 @@ def build_openpi(cfg: DictConfig, torch_dtype: torch.dtype | None = None) -> nn.
 class _SizedPaliGemmaWithExpert(PaliGemmaWithExpertModel):
     """openpi's pair of transformers in any size, always float32."""
 
-    def __init__(self, sizes: TinyConfig) -> None:
+    def __init__(self, sizes: StatedSizes) -> None:
         nn.Module.__init__(self)
         vlm = CONFIG_MAPPING["paligemma"]()
         vlm._vocab_size = vlm.image_token_index = sizes.vocab_size
@@ -101,7 +101,7 @@ def _set(config: Any, **values: Any) -> None:
         setattr(config, name, value)
 
 
-def _sized(sizes: TinyConfig) -> type[OpenPi0ForRLActionPrediction]:
+def _sized(sizes: StatedSizes) -> type[OpenPi0ForRLActionPrediction]:
     """RLinf's model class with these sizes."""
 
     class SizedOpenPi(OpenPi0ForRLActionPrediction):

@@ -220,7 +220,7 @@ def _device(folder: Path | None) -> Any:
     """The estimate is for a GPU, unless the checkpoint is one that is float32 everywhere."""
     import torch
 
-    from rlinf_phyai.models.pi05.tiny import read_tiny_config
+    from rlinf_phyai.models.pi05.stated_sizes import read_stated_sizes
 
-    own = read_tiny_config(folder) if folder is not None else None
+    own = read_stated_sizes(folder) if folder is not None else None
     return torch.device("cpu" if own is not None else "cuda")

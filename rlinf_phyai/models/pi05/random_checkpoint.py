@@ -13,10 +13,11 @@ from torch import Tensor
 
 from rlinf_phyai.models.pi05.checkpoint import EXPERT_LM_HEAD, LM_HEAD, NOISE_HEAD
 from rlinf_phyai.models.pi05.configuration import PI05Config
-from rlinf_phyai.models.pi05.tiny import GemmaSizes, TinyConfig, VisionSizes, train_tokenizer, write_transform_files
+from rlinf_phyai.models.pi05.stated_sizes import GemmaSizes, StatedSizes, VisionSizes
+from rlinf_phyai.models.pi05.tiny import train_tokenizer, write_transform_files
 from rlinf_phyai.models.pi05.weights import PI05Weights
 
-SHALLOW = TinyConfig(
+SHALLOW = StatedSizes(
     vision=VisionSizes(hidden_size=1152, intermediate_size=4304, num_layers=2, num_heads=16, patch_size=14),
     prefix=GemmaSizes(width=2048, mlp_dim=16384, head_dim=256),
     expert=GemmaSizes(width=1024, mlp_dim=4096, head_dim=256),

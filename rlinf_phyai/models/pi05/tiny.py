@@ -3,7 +3,7 @@
 
 The folder that :func:`make_tiny_checkpoint` writes has the layout of a real one:
 
-    config.json                                    sizes under the key ``rlinf_phyai`` (see :class:`TinyConfig`)
+    config.json                                    sizes under the key ``rlinf_phyai`` (see :mod:`rlinf_phyai.models.pi05.stated_sizes`)
     model.safetensors                              float32, the actor's parameter names; no value head, as in an SFT checkpoint
     physical-intelligence/libero/norm_stats.json   normalisation statistics, openpi's layout
     big_vision/paligemma_tokenizer.model           SentencePiece model; the folder can serve as ``OPENPI_DATA_HOME``
@@ -15,16 +15,14 @@ import io
 import json
 import random
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
 from rlinf_phyai.models.pi05.libero_sentences import LIBERO_SENTENCES
+from rlinf_phyai.models.pi05.stated_sizes import CONFIG_KEY, GemmaSizes, StatedSizes
 
-CONFIG_KEY = "rlinf_phyai"
 ASSET_ID = "physical-intelligence/libero"
 TOKENIZER_FILE = Path("big_vision") / "paligemma_tokenizer.model"
 
@@ -32,107 +30,7 @@ _STATE_DIM = 8  # LIBERO: end-effector position 3, axis-angle 3, gripper 2
 _ENV_ACTION_DIM = 7  # LIBERO: end-effector delta 6, gripper 1
 
 
-@dataclass(frozen=True)
-class VisionSizes:
-    """SigLIP. ``image_size`` stays 224: the input transforms resize to it."""
-
-    hidden_size: int = 48
-    intermediate_size: int = 96
-    num_layers: int = 2
-    num_heads: int = 4
-    patch_size: int = 56
-    image_size: int = 224
-
-    @property
-    def tokens(self) -> int:
-        """Tokens per image."""
-        return (self.image_size // self.patch_size) ** 2
-
-
-@dataclass(frozen=True)
-class GemmaSizes:
-    """One Gemma stack."""
-
-    width: int
-    mlp_dim: int
-    depth: int = 2
-    num_heads: int = 8
-    num_kv_heads: int = 1
-    head_dim: int = 16
-
-
-@dataclass(frozen=True)
-class TinyConfig:
-    """All sizes of a PI0.5 model; what ``config.json`` holds under the key ``rlinf_phyai``.
-
-    Widths differ on purpose, so that a swapped pair of dimensions fails instead of running.
-    """
-
-    vision: VisionSizes = field(default_factory=VisionSizes)
-    prefix: GemmaSizes = field(default_factory=lambda: GemmaSizes(width=64, mlp_dim=160))
-    expert: GemmaSizes = field(default_factory=lambda: GemmaSizes(width=32, mlp_dim=96))
-    vocab_size: int = 1024
-    action_horizon: int = 10
-    action_dim: int = 32
-    tokenizer_max_length: int = 200
-    value_head_sizes: tuple[int, ...] = (64, 32)
-    params_dtype: str = "float32"
-    pi05: bool = True  # False: PI0
-
-    def __post_init__(self) -> None:
-        for name in ("depth", "num_heads", "num_kv_heads", "head_dim"):
-            prefix, expert = getattr(self.prefix, name), getattr(self.expert, name)
-            if prefix != expert:
-                raise ValueError(
-                    f"prefix.{name} is {prefix} and expert.{name} is {expert}: the expert attends to the prefix's keys "
-                    "and values layer by layer, so both must agree."
-                )
-        if self.vision.image_size % self.vision.patch_size:
-            raise ValueError(
-                f"vision.image_size {self.vision.image_size} is not a multiple of vision.patch_size {self.vision.patch_size}."
-            )
-        if self.params_dtype != "float32":
-            raise ValueError(f"params_dtype is {self.params_dtype!r}; a tiny checkpoint is always 'float32'.")
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "TinyConfig":
-        """The inverse of :meth:`to_dict`; unknown keys are a ``TypeError`` that names them."""
-        values = dict(values)
-        values["vision"] = VisionSizes(**values["vision"])
-        values["prefix"] = GemmaSizes(**values["prefix"])
-        values["expert"] = GemmaSizes(**values["expert"])
-        values["value_head_sizes"] = tuple(values["value_head_sizes"])
-        return cls(**values)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
-        values = asdict(self)
-        values["value_head_sizes"] = list(self.value_head_sizes)
-        return values
-
-
-def read_tiny_config(checkpoint_dir: str | Path) -> TinyConfig | None:
-    """The sizes that a checkpoint folder states itself, or None for a checkpoint of the standard PI0.5 size.
-
-    Raises:
-        ValueError: ``config.json`` is not JSON, or its key ``rlinf_phyai`` does not describe a model.
-    """
-    path = Path(checkpoint_dir) / "config.json"
-    if not path.is_file():
-        return None
-    try:
-        values = json.loads(path.read_text()).get(CONFIG_KEY)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if values is None:
-        return None
-    try:
-        return TinyConfig.from_dict(values)
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{path}: key {CONFIG_KEY!r} does not describe a PI0.5 model: {error}") from error
-
-
-def make_tiny_checkpoint(directory: str | Path, seed: int = 0, config: TinyConfig | None = None) -> Path:
+def make_tiny_checkpoint(directory: str | Path, seed: int = 0, config: StatedSizes | None = None) -> Path:
     """Write a complete tiny checkpoint and return its folder.
 
     Args:
@@ -140,7 +38,7 @@ def make_tiny_checkpoint(directory: str | Path, seed: int = 0, config: TinyConfi
         seed: of the weights. The tokenizer and the statistics do not depend on it.
         config: other sizes than the default ones.
     """
-    config = config or TinyConfig()
+    config = config or StatedSizes()
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
 
@@ -163,7 +61,7 @@ def write_transform_files(directory: Path, tokenizer: bytes) -> None:
     stats.write_text(json.dumps({"norm_stats": _norm_stats()}, indent=2) + "\n")
 
 
-def random_state_dict(config: TinyConfig, seed: int = 0) -> dict[str, torch.Tensor]:
+def random_state_dict(config: StatedSizes, seed: int = 0) -> dict[str, torch.Tensor]:
     """Random float32 weights under the actor's names. Tied names (embedding and ``lm_head``) hold equal copies.
 
     The scales keep activations near one at every depth. AdaRMS ``dense`` weights are not zero, as a fresh model's are:
@@ -233,7 +131,7 @@ def _norm_stats() -> dict[str, dict[str, list[float]]]:
 _Parameter = tuple[str, tuple[int, ...], float, float]  # name, shape, standard deviation, mean
 
 
-def _parameters(config: TinyConfig) -> Iterator[_Parameter]:
+def _parameters(config: StatedSizes) -> Iterator[_Parameter]:
     root = "paligemma_with_expert."
     yield from _vision(f"{root}paligemma.model.", config)
     yield (
@@ -264,7 +162,7 @@ def _linear(name: str, inputs: int, outputs: int, bias: bool = True) -> Iterator
         yield f"{name}.bias", (outputs,), 0.1, 0.0
 
 
-def _vision(root: str, config: TinyConfig) -> Iterator[_Parameter]:
+def _vision(root: str, config: StatedSizes) -> Iterator[_Parameter]:
     sizes = config.vision
     tower = f"{root}vision_tower.vision_model."
     patch = (sizes.hidden_size, 3, sizes.patch_size, sizes.patch_size)

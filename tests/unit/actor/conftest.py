@@ -99,9 +99,10 @@ def process_group() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A PI0.5 checkpoint with few tokens: the time goes into the number of operations."""
-    from rlinf_phyai.models.pi05.tiny import GemmaSizes, TinyConfig, VisionSizes, make_tiny_checkpoint
+    from rlinf_phyai.models.pi05.stated_sizes import GemmaSizes, StatedSizes, VisionSizes
+    from rlinf_phyai.models.pi05.tiny import make_tiny_checkpoint
 
-    sizes = TinyConfig(
+    sizes = StatedSizes(
         vision=VisionSizes(patch_size=112, num_layers=1),
         prefix=GemmaSizes(width=64, mlp_dim=160),
         expert=GemmaSizes(width=32, mlp_dim=96),

@@ -26,9 +26,10 @@ SENTENCES = [
 @pytest.fixture(scope="module")
 def model_config(base_config: DictConfig, tmp_path_factory: pytest.TempPathFactory) -> DictConfig:
     """Three layers: the rows of padding and of the masked camera must survive more than one."""
-    from rlinf_phyai.models.pi05.tiny import GemmaSizes, TinyConfig, VisionSizes, make_tiny_checkpoint
+    from rlinf_phyai.models.pi05.stated_sizes import GemmaSizes, StatedSizes, VisionSizes
+    from rlinf_phyai.models.pi05.tiny import make_tiny_checkpoint
 
-    sizes = TinyConfig(
+    sizes = StatedSizes(
         vision=VisionSizes(patch_size=112, num_layers=1),
         prefix=GemmaSizes(width=64, mlp_dim=160, depth=3),
         expert=GemmaSizes(width=32, mlp_dim=96, depth=3),

@@ -18,16 +18,10 @@ from safetensors.torch import load_file, save_file
 from rlinf_phyai import plugin
 from rlinf_phyai.errors import CheckpointError
 from rlinf_phyai.models.pi05.libero_sentences import LIBERO_SENTENCES
-from rlinf_phyai.models.pi05.tiny import (
-    CONFIG_KEY,
-    GemmaSizes,
-    TinyConfig,
-    VisionSizes,
-    make_tiny_checkpoint,
-    read_tiny_config,
-)
+from rlinf_phyai.models.pi05.stated_sizes import CONFIG_KEY, GemmaSizes, StatedSizes, VisionSizes, read_stated_sizes
+from rlinf_phyai.models.pi05.tiny import make_tiny_checkpoint
 
-OTHER = TinyConfig(
+OTHER = StatedSizes(
     vision=VisionSizes(hidden_size=32, intermediate_size=40, num_layers=1, num_heads=2, patch_size=112),
     prefix=GemmaSizes(width=24, mlp_dim=56, depth=3, num_heads=4, num_kv_heads=2, head_dim=8),
     expert=GemmaSizes(width=16, mlp_dim=40, depth=3, num_heads=4, num_kv_heads=2, head_dim=8),
@@ -89,23 +83,23 @@ def test_same_seed_same_bytes(tiny_checkpoint: Path, tmp_path: Path) -> None:
 
 
 def test_config_survives_the_file(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    assert read_tiny_config(tiny_checkpoint) == TinyConfig()
-    assert read_tiny_config(make_tiny_checkpoint(tmp_path, config=OTHER)) == OTHER
+    assert read_stated_sizes(tiny_checkpoint) == StatedSizes()
+    assert read_stated_sizes(make_tiny_checkpoint(tmp_path, config=OTHER)) == OTHER
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "pi05"}))
-    assert read_tiny_config(tmp_path) is None
+    assert read_stated_sizes(tmp_path) is None
     (tmp_path / "config.json").write_text(json.dumps({CONFIG_KEY: {"vision": {}, "prefix": {}}}))
     with pytest.raises(ValueError, match=CONFIG_KEY):
-        read_tiny_config(tmp_path)
+        read_stated_sizes(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="not valid JSON"):
-        read_tiny_config(tmp_path)
+        read_stated_sizes(tmp_path)
 
 
 def test_sizes_that_cannot_work_are_refused() -> None:
     with pytest.raises(ValueError, match=r"prefix.depth is 2 and expert.depth is 3"):
-        TinyConfig(expert=GemmaSizes(width=32, mlp_dim=96, depth=3))
+        StatedSizes(expert=GemmaSizes(width=32, mlp_dim=96, depth=3))
     with pytest.raises(ValueError, match="not a multiple"):
-        TinyConfig(vision=VisionSizes(patch_size=50))
+        StatedSizes(vision=VisionSizes(patch_size=50))
 
 
 def test_sentences_are_liberos() -> None:
@@ -126,7 +120,7 @@ def test_tokenizer_ids(tiny_checkpoint: Path) -> None:
         model_file=str(tiny_checkpoint / "big_vision" / "paligemma_tokenizer.model")
     )
     assert (tokenizer.pad_id(), tokenizer.eos_id(), tokenizer.bos_id(), tokenizer.unk_id()) == (0, 1, 2, 3)
-    assert tokenizer.vocab_size() <= TinyConfig().vocab_size
+    assert tokenizer.vocab_size() <= StatedSizes().vocab_size
     assert tokenizer.encode("\n") == [4]
     for text in (*LIBERO_SENTENCES, "Ünïcode 漢字 !?"):
         assert tokenizer.unk_id() not in tokenizer.encode(text)
@@ -134,8 +128,8 @@ def test_tokenizer_ids(tiny_checkpoint: Path) -> None:
     assert max(len(tokenizer.encode(text)) for text in LIBERO_SENTENCES) < 40
 
 
-@pytest.mark.parametrize("config", [TinyConfig(), OTHER], ids=["default", "other"])
-def test_rlinf_loads_every_weight_in_float32(get_model: Any, tmp_path: Path, config: TinyConfig) -> None:
+@pytest.mark.parametrize("config", [StatedSizes(), OTHER], ids=["default", "other"])
+def test_rlinf_loads_every_weight_in_float32(get_model: Any, tmp_path: Path, config: StatedSizes) -> None:
     checkpoint = make_tiny_checkpoint(tmp_path, config=config)
     model = get_model(model_section(checkpoint))
     state = model.state_dict()
@@ -156,8 +150,8 @@ def test_rlinf_loads_every_weight_in_float32(get_model: Any, tmp_path: Path, con
 
 
 @pytest.mark.parametrize("mode", ["mean_token", "last_token", "first_token"])
-@pytest.mark.parametrize("config", [TinyConfig(), OTHER], ids=["default", "other"])
-def test_it_acts_and_rescores(get_model: Any, tmp_path: Path, config: TinyConfig, mode: str) -> None:
+@pytest.mark.parametrize("config", [StatedSizes(), OTHER], ids=["default", "other"])
+def test_it_acts_and_rescores(get_model: Any, tmp_path: Path, config: StatedSizes, mode: str) -> None:
     model = get_model(model_section(make_tiny_checkpoint(tmp_path, config=config), value_vlm_mode=mode))
     actions, result = model.predict_action_batch(observation(2))
     inputs = result["forward_inputs"]
@@ -174,7 +168,7 @@ def test_it_acts_and_rescores(get_model: Any, tmp_path: Path, config: TinyConfig
 
 def test_critic_after_the_expert(get_model: Any, tiny_checkpoint: Path) -> None:
     model = get_model(model_section(tiny_checkpoint, value_after_vlm=False))
-    assert model.value_head.mlp[0].in_features == TinyConfig().expert.width
+    assert model.value_head.mlp[0].in_features == StatedSizes().expert.width
     assert model.predict_action_batch(observation(1))[1]["prev_values"].shape == (1, 1)
 
 
@@ -182,7 +176,7 @@ def test_pooling_equals_rlinfs_own(get_model: Any, tmp_path: Path) -> None:
     """With RLinf's token counts (patch 14, 200 prompt tokens) its hard-coded pooling can judge ours."""
     from rlinf.models.embodiment.openpi.openpi_action_model import OpenPi0ForRLActionPrediction
 
-    standard = dataclasses.replace(TinyConfig(), vision=VisionSizes(patch_size=14))
+    standard = dataclasses.replace(StatedSizes(), vision=VisionSizes(patch_size=14))
     for mode in ("mean_token", "last_token", "first_token"):
         model = get_model(model_section(make_tiny_checkpoint(tmp_path, config=standard), value_vlm_mode=mode))
         prefix = torch.randn(2, 968, standard.prefix.width, generator=torch.Generator().manual_seed(0))
