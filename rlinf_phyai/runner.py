@@ -35,6 +35,11 @@ class PhyaiRunner(EmbodiedRunner):
         Raises:
             WeightUpdateError: parameters differ; the message names them and the settings that cause it.
         """
+        # RLinf's loop announces the step without waiting, and Ray may run the sync before it. The weights would carry
+        # the number of an earlier step, and the engine would draw that step's random numbers again.
+        announced = [group.set_global_step(self.global_step) for group in (self.actor, self.rollout)]
+        for handle in announced:
+            handle.wait()
         super().update_rollout_weights()
         comparable = all(hasattr(group, "parameter_checksums") for group in (self.rollout, self.actor))
         if self._weights_compared or not comparable:  # RLinf's own workers cannot say what they hold

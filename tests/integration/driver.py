@@ -144,8 +144,8 @@ class SyncRunner(RecordingRunner):
 
     def run(self) -> None:
         for step in range(int(os.environ["SYNCS"])):
+            self.global_step = step
             self.ask(self.actor, move_weights, step)
-            self.actor.set_global_step(step).wait()
             self.update_rollout_weights()
 
 

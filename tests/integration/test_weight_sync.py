@@ -71,6 +71,7 @@ def test_other_ratios(actor: str, rollout: str, start: StartProgram) -> None:
     run.assert_success()
     for n in range(2):
         assert_every_rank_equals_the_actor(load(run.record_dir / f"sync_{n}.pt"), ranks=2 if "-" in rollout else 1)
+        assert (load(run.record_dir / f"batch_{n}.pt")["versions"] == n).all()
     assert run.scalars()["train/actor/first_update/ratio_max_dev"] == [0.0, 0.0]
     assert program.left_over() == []
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The runner compares all parameters after the first weight sync, and only then."""
+"""A weight sync knows its training step; the runner compares all parameters after the first one, and only then."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,14 +16,25 @@ from rlinf_phyai.runner import PhyaiRunner
 
 
 class _Handle:
-    def __init__(self, result: list[Any]) -> None:
-        self._result = result
+    """A call that runs no earlier than it is waited for: Ray promises no order of calls that are not."""
 
-    def wait(self) -> list[Any]:
-        return self._result
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._function = function
+
+    def wait(self) -> Any:
+        return self._function()
 
 
-class _Group:
+class _StockGroup:
+    """RLinf's own workers."""
+
+    step = -1
+
+    def set_global_step(self, step: int) -> _Handle:
+        return _Handle(lambda: setattr(self, "step", step))
+
+
+class _Group(_StockGroup):
     """A worker group as the driver sees it: one result per rank."""
 
     def __init__(self, *states: dict[str, torch.Tensor]) -> None:
@@ -31,14 +43,30 @@ class _Group:
     def parameter_checksums(self, dtypes: dict[str, torch.dtype] | None = None) -> _Handle:
         self.asked += 1
         return _Handle(
-            [checksums(s.items(), dtypes or {name: tensor.dtype for name, tensor in s.items()}) for s in self.states]
+            lambda: [
+                checksums(s.items(), dtypes or {name: tensor.dtype for name, tensor in s.items()}) for s in self.states
+            ]
         )
 
 
 @pytest.fixture
 def runner(monkeypatch: pytest.MonkeyPatch) -> PhyaiRunner:
-    monkeypatch.setattr(EmbodiedRunner, "update_rollout_weights", lambda self: None)
-    return object.__new__(PhyaiRunner)
+    def sync(self: Any) -> None:
+        self.steps_at_sync = (self.actor.step, self.rollout.step)
+
+    monkeypatch.setattr(EmbodiedRunner, "update_rollout_weights", sync)
+    runner = object.__new__(PhyaiRunner)
+    runner.global_step = 0
+    return runner
+
+
+def test_every_sync_knows_its_step(runner: PhyaiRunner) -> None:
+    """RLinf's actor labels the weights with it, and the engine draws that step's random numbers."""
+    runner.actor = runner.rollout = _Group({"a": torch.zeros(1)})
+    for step in (3, 4):  # the first step of a resumed run, and the next
+        runner.global_step = step
+        runner.update_rollout_weights()
+        assert runner.steps_at_sync == (step, step)
 
 
 def test_equal_parameters_pass_once_and_are_not_compared_again(runner: PhyaiRunner) -> None:
@@ -59,6 +87,6 @@ def test_a_difference_on_any_rollout_rank_stops_the_run(runner: PhyaiRunner) -> 
 
 
 def test_workers_that_cannot_say_are_left_alone(runner: PhyaiRunner) -> None:
-    runner.actor, runner.rollout = object(), _Group({"a": torch.zeros(1)})
+    runner.actor, runner.rollout = _StockGroup(), _Group({"a": torch.zeros(1)})
     runner.update_rollout_weights()
     assert runner.rollout.asked == 0
