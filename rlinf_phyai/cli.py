@@ -38,7 +38,9 @@ def doctor(
     gpus: Annotated[
         int | None, typer.Option(min=1, help="Estimate memory for this many GPUs instead of those found here.")
     ] = None,
-    gpu_memory: Annotated[float | None, typer.Option(help="GiB of each of them.")] = None,
+    gpu_memory: Annotated[
+        float | None, typer.Option(min=0.1, help="GiB of each GPU, instead of what is found here.")
+    ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the findings into this file.")] = None,
     only_config: Annotated[
         bool, typer.Option("--only-config", help="Leave out the checks of the installation.")
@@ -59,8 +61,7 @@ def doctor(
         findings += doctor.run_all(doctor.CHECKS, lambda part: typer.echo(f"checking {part} ...", err=True))
     if config is not None:
         machine = run_config.Machine.here()
-        if gpus is not None:
-            machine = replace(machine, gpus=gpus, gpu_gib=gpu_memory or machine.gpu_gib)
+        machine = replace(machine, gpus=gpus or machine.gpus, gpu_gib=gpu_memory or machine.gpu_gib)
         findings += run_config.findings(config, overrides or [], config_path, machine, memory)
     report.print_table(findings)
     if json_file is not None:
@@ -158,8 +159,8 @@ def check(
     config_path: Annotated[
         str | None, typer.Option(help="Folder of the config. Default: examples/embodiment/config.")
     ] = None,
-    envs: Annotated[int, typer.Option(help="Observations per batch.")] = 2,
-    steps: Annotated[int, typer.Option(help="Chunk steps.")] = 4,
+    envs: Annotated[int, typer.Option(min=1, help="Observations per batch.")] = 2,
+    steps: Annotated[int, typer.Option(min=1, help="Chunk steps.")] = 4,
     random: Annotated[bool, typer.Option("--random", help="Random observations instead of the simulator's.")] = False,
     limit: Annotated[list[str] | None, typer.Option(help="Replace a limit: name=value, such as kl=0.01.")] = None,
     output: Annotated[Path, typer.Option(help="Folder for check.json and check.png.")] = Path("logs/check"),

@@ -68,7 +68,8 @@ def findings(
         composed.append(load_config(config, overrides, config_path))
         return config
 
-    yield Check("config", compose, "name a file of examples/embodiment/config without .yaml, or a path")()
+    fix = "name a file of examples/embodiment/config without .yaml, or a path; overrides are key=value without spaces"
+    yield Check("config", compose, fix)()
     if not composed:
         return
     cfg = composed[0]
@@ -153,10 +154,10 @@ def _fits(parts: Parts, machine: Machine) -> str:
 
 
 def _host(needed: float, machine: Machine) -> str:
-    text = f"environments: about {needed:.0f} GiB"
+    text = f"environments take about {needed:.0f} GiB"
     if machine.host_gib is None:
         return text
-    text += f" of {machine.host_gib:.0f} GiB available"
+    text += f"; {machine.host_gib:.0f} GiB are available"
     if needed > machine.host_gib:
         raise Doubtful(text)
     return text

@@ -56,6 +56,8 @@ class Evaluation:
             ValueError: the file is something else.
         """
         file = path / FILE_NAME if path.is_dir() else path
+        if not file.is_file():
+            raise FileNotFoundError(f"there is no {file}; name an {FILE_NAME}, or the log folder of an evaluation")
         try:
             content = json.loads(file.read_text())
             episodes = [Episode(**episode) for episode in content["episodes"]]

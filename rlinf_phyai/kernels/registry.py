@@ -137,9 +137,10 @@ def resolve(
         function, reason = load(op, backend, device)
         if function is None:
             if fallback != "torch":
+                others = ", ".join(sorted(set(BACKENDS[op]) - {backend}))
                 raise UnknownKernel(
                     f"operation {op!r}: backend {backend!r} cannot run on {device}: {reason}. Choose another backend "
-                    f"({', '.join(sorted(BACKENDS[op]))}) or set `fallback: torch` in the policy."
+                    f"({others}) or set `fallback: torch` in the policy."
                 )
             backend = "torch"
             function, _ = load(op, backend, device)

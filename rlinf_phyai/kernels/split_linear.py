@@ -23,7 +23,7 @@ _LARGEST_REST = 0.25
 
 def unsupported_reason(device: torch.device) -> str | None:
     """Why the split cannot help on ``device``, or None."""
-    return None if device.type == "cuda" else f"waves are a matter of CUDA devices, not of {device}"
+    return None if device.type == "cuda" else f"it needs a CUDA device, this is {device}"
 
 
 def whole_waves(rows: int, columns: int, processors: int) -> int:

@@ -171,7 +171,7 @@ def params_dtype(s: Settings) -> Iterator[Problem]:
         yield Problem(
             key,
             show(value),
-            f"null (bfloat16 on a GPU, the checkpoint's type without one), {one_of(PARAMS_DTYPES)}",
+            f"null (bfloat16 on a GPU, float32 without one), {one_of(PARAMS_DTYPES)}",
             did_you_mean(str(value), PARAMS_DTYPES) or f"set {key}: null",
         )
 
@@ -182,7 +182,9 @@ def prefix_precision(s: Settings) -> Iterator[Problem]:
     value = s.get(key)
     if value not in (None, "fp8"):
         yield Problem(key, show(value), "null (as params_dtype) or fp8", f"set {key}: null")
-    elif value == "fp8" and s.get(f"{GROUP}.params_dtype") in FP32_DTYPES:
+        return
+    dtype = s.get(f"{GROUP}.params_dtype")
+    if value == "fp8" and (dtype in FP32_DTYPES or (dtype is None and s.no_gpu)):
         yield Problem(
             key,
             "'fp8'",

@@ -37,7 +37,8 @@ def checkpoint(s: Settings) -> Iterator[Problem]:
         yield Problem(key, show(str(s.get(key))), "a local directory", "download the checkpoint and name its directory")
     elif not path.is_dir():
         found = f"{show(str(path))}, which {'is a file' if path.exists() else 'does not exist'}"
-        yield Problem(key, found, "a checkpoint directory", f"set {key} to a downloaded PI0.5 LIBERO checkpoint")
+        fix = f"set {key} to the folder of a downloaded LIBERO checkpoint (README, 'Train the full model')"
+        yield Problem(key, found, "a checkpoint directory", fix)
     elif not _weights(path):
         yield Problem(
             key,
@@ -179,7 +180,7 @@ def tokenizer(s: Settings) -> Iterator[Problem]:
         "paligemma_tokenizer.model at one of these places",
         "let openpi fetch it once, with internet access: python -c 'from openpi.models.tokenizer import PaligemmaTokenizer; "
         "PaligemmaTokenizer()'; or set OPENPI_DATA_HOME to the folder that holds big_vision",
-        "prompts are tokenised with PaliGemma's SentencePiece model, which checkpoints do not bring along",
+        "prompts are tokenised with PaliGemma's SentencePiece model, which most checkpoints do not bring along",
     )
 
 
