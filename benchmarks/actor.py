@@ -28,7 +28,7 @@ from benchmarks.stages import actor_stages
 
 CHOICES = ("dense", "real_tokens", "fused", "fused+cache", "fused+nocritic")
 CHUNKS = 8  # chunk steps T of the synthetic step
-
+FSDP = Path(__file__).resolve().parents[1] / "examples/embodiment/config/training_backend/fsdp.yaml"
 
 CONFIG = """  # the sections that the actor reads, with the options of the full-size example
 runner: {task_type: embodied, ckpt_path: null}
@@ -65,29 +65,14 @@ actor:
     openpi: {num_steps: 3, noise_level: 0.5, noise_method: flow_sde, value_after_vlm: true}
   optim:
     {lr: 5.0e-6, value_lr: 1.0e-4, adam_beta1: 0.9, adam_beta2: 0.95, adam_eps: 1.0e-5, weight_decay: 0.01, clip_grad: 1.0}
-  fsdp_config:
-    strategy: fsdp
-    sharding_strategy: no_shard
-    gradient_checkpointing: false
-    cpu_offload: false
-    offload_pin_memory: false
-    reshard_after_forward: true
-    enable_gradient_accumulation: true
-    forward_prefetch: false
-    limit_all_gathers: false
-    backward_prefetch: null
-    use_orig_params: false
-    use_liger_kernel: false
-    fsdp_size: -1
-    amp_autocast: {enabled: false, precision: bf16}
-    grad_scaler: {enabled: false}
-    mixed_precision: {param_dtype: null, reduce_dtype: null, buffer_dtype: null}
+  fsdp_config: ???
 """
 
 
 def config(choice: str, micro_batch: int, samples: int, cache_gib: float, kernel_policy: str | None) -> DictConfig:
     """The options above for one step of ``samples`` observations and one optimizer step."""
     cfg = OmegaConf.create(CONFIG)
+    cfg.actor.fsdp_config = OmegaConf.load(FSDP)
     prefix, _, variant = choice.partition("+")
     cfg.rollout.phyai.actor_prefix, cfg.rollout.phyai.kernel_policy = prefix, kernel_policy
     cfg.rollout.phyai.actor_prefix_cache_gib = cache_gib if variant == "cache" else 0.0

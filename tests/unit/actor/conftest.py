@@ -16,6 +16,8 @@ import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
 
+from tests.openpi_options import OPENPI_OPTIONS
+
 T, B = 3, 4  # chunk steps and trajectories of the batch below
 SENTENCES = [
     "pick up the black bowl between the plate and the ramekin and place it on the plate",
@@ -58,18 +60,7 @@ actor:
     action_dim: 7
     num_steps: 3
     add_value_head: true
-    openpi:
-      config_name: pi05_libero
-      num_images_in_input: 2
-      noise_level: 0.5
-      noise_method: flow_sde
-      action_chunk: 5
-      action_env_dim: 7
-      num_steps: 3
-      add_value_head: true
-      value_after_vlm: true
-      value_vlm_mode: mean_token
-      train_expert_only: true
+    openpi: ??? # OPENPI_OPTIONS
   optim: {lr: 1.0e-3, value_lr: 1.0e-3, adam_beta1: 0.9, adam_beta2: 0.95, adam_eps: 1.0e-8, weight_decay: 0.01,
       clip_grad: 1.0}
   fsdp_config:
@@ -115,6 +106,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def base_config(checkpoint: Path) -> DictConfig:
     """The config above with the checkpoint filled in; copy before changing."""
     cfg = OmegaConf.create(CONFIG)
+    cfg.actor.model.openpi = OPENPI_OPTIONS
     cfg.actor.model.model_path = str(checkpoint)
     return cfg
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from rlinf_phyai.errors import CheckpointError
 from rlinf_phyai.models.pi05.checkpoint import EMBEDDING, EXPERT_LM_HEAD, LM_HEAD
+from tests.openpi_options import OPENPI_OPTIONS
 
 from ..parity.reference import REFERENCE_SIZES, patched_sizes
 
@@ -69,17 +70,7 @@ def with_heads(standard: Path, small_sizes: None, tmp_path_factory: pytest.TempP
 
 def section(checkpoint: Path, **openpi: Any) -> DictConfig:
     """``actor.model`` of the examples."""
-    options = {
-        "config_name": "pi05_libero",
-        "num_images_in_input": 2,
-        "action_chunk": 5,
-        "action_env_dim": 7,
-        "num_steps": 3,
-        "train_expert_only": True,
-        "add_value_head": True,
-        "value_after_vlm": True,
-        **openpi,
-    }
+    options = OPENPI_OPTIONS | openpi
     return OmegaConf.create({"model_type": "openpi", "model_path": str(checkpoint), "openpi": options})
 
 

@@ -20,6 +20,7 @@ from rlinf_phyai.errors import CheckpointError
 from rlinf_phyai.models.pi05.libero_sentences import LIBERO_SENTENCES
 from rlinf_phyai.models.pi05.stated_sizes import CONFIG_KEY, GemmaSizes, StatedSizes, VisionSizes, read_stated_sizes
 from rlinf_phyai.models.pi05.tiny import make_tiny_checkpoint
+from tests.openpi_options import OPENPI_OPTIONS
 
 OTHER = StatedSizes(
     vision=VisionSizes(hidden_size=32, intermediate_size=40, num_layers=1, num_heads=2, patch_size=112),
@@ -34,18 +35,7 @@ OTHER = StatedSizes(
 
 def model_section(checkpoint: Path, **openpi: Any) -> DictConfig:
     """``actor.model`` of the examples for this checkpoint."""
-    options = {
-        "config_name": "pi05_libero",
-        "num_images_in_input": 2,
-        "action_chunk": 5,
-        "action_env_dim": 7,
-        "num_steps": 3,
-        "train_expert_only": True,
-        "add_value_head": True,
-        "value_after_vlm": True,
-        "noise_level": 0.5,
-        **openpi,
-    }
+    options = OPENPI_OPTIONS | openpi
     return OmegaConf.create(
         {"model_type": "openpi", "model_path": str(checkpoint), "precision": None, "is_lora": False, "openpi": options}
     )

@@ -14,6 +14,8 @@ import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
 
+from tests.openpi_options import OPENPI_OPTIONS
+
 SENTENCES = [
     "pick up the black bowl between the plate and the ramekin and place it on the plate",
     "open the top drawer",
@@ -53,18 +55,7 @@ actor:
     num_action_chunks: 5
     num_steps: 3
     add_value_head: true
-    openpi:
-      config_name: pi05_libero
-      num_images_in_input: 2
-      noise_level: 0.5
-      noise_method: flow_sde
-      action_chunk: 5
-      action_env_dim: 7
-      num_steps: 3
-      add_value_head: true
-      value_after_vlm: true
-      value_vlm_mode: mean_token
-      train_expert_only: true
+    openpi: ??? # OPENPI_OPTIONS
 weight_syncer:
   type: bucket
   bucket: {bucket_size: 536870912, bucket_dtype: null, is_agent: false, load_instant: true}
@@ -112,6 +103,7 @@ def base_config(checkpoint: Path) -> DictConfig:
 
     register()
     config = OmegaConf.create(_CONFIG)
+    config.actor.model.openpi = OPENPI_OPTIONS
     config.actor.model.model_path = config.rollout.model.model_path = str(checkpoint)
     return config
 
