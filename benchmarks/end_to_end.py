@@ -190,10 +190,12 @@ def merge(files: list[Path]) -> dict[str, Any]:
     """One result out of several; of one backend the last file's run counts.
 
     Raises:
-        ValueError: the files measured different shapes or GPUs.
+        ValueError: the files measured different shapes or GPUs, or are no results. OSError: one cannot be read.
     """
     results = [json.loads(file.read_text()) for file in files]
     for file, result in zip(files, results, strict=True):
+        if not isinstance(result, dict) or not {"shapes", "machine", "runs"} <= result.keys():
+            raise ValueError(f"{file} is no result of benchmarks.end_to_end.")
         for what, found, expected in (
             ("shapes", result["shapes"], results[0]["shapes"]),
             ("GPU", result["machine"].get("gpu"), results[0]["machine"].get("gpu")),
@@ -266,6 +268,15 @@ def parse() -> argparse.Namespace:
     args = parser.parse_args()
     if not args.merge and not args.checkpoint:
         parser.error("--checkpoint is needed")
+    for name in ("envs", "epochs_per_step", "chunk_steps", "steps", "global_batch", "micro_batch", "timeout_s"):
+        value = getattr(args, name)
+        if value is not None and not value >= 1:
+            parser.error(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
+    names = args.backends.split(",")
+    if not all(names) or len(set(names)) < len(names):
+        parser.error(f"--backends is {args.backends!r}; give different names, separated by commas")
+    if args.gpus and not all(gpu.strip().isdecimal() for gpu in args.gpus.split(",")):
+        parser.error(f"--gpus is {args.gpus!r}; give GPU numbers, separated by commas")
     return args
 
 
@@ -306,7 +317,7 @@ def main() -> None:
     args = parse()
     try:
         result = merge(args.merge) if args.merge else measure(args)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         sys.exit(str(error))
     write_json(args.out, result)
     for run in result["runs"]:

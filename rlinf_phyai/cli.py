@@ -65,7 +65,8 @@ def doctor(
         findings += run_config.findings(config, overrides or [], config_path, machine, memory)
     report.print_table(findings)
     if json_file is not None:
-        report.write_json(findings, memory, json_file)
+        with _explained_write("findings", json_file):
+            report.write_json(findings, memory, json_file)
     if not report.passed(findings):
         raise typer.Exit(1)
 
@@ -80,7 +81,8 @@ def make_tiny_checkpoint(
     """Write a small random PI0.5 checkpoint that RLinf and the engine both load, for trying things on a CPU."""
     from rlinf_phyai.models.pi05 import tiny
 
-    with _explained_write(directory):
+    with _explained_write("checkpoint", directory):
+        _keep_foreign_weights(directory)
         tiny.make_tiny_checkpoint(directory, seed=seed)
     typer.echo(f"{directory}: tiny PI0.5 checkpoint, {_mebibytes(directory):.1f} MiB, seed {seed}")
 
@@ -130,7 +132,8 @@ def make_random_checkpoint(
             f"--tokenizer goes with --size full: the {size} model's vocabulary is that of its own tokenizer", err=True
         )
         raise typer.Exit(2)
-    with _explained_write(directory):
+    with _explained_write("checkpoint", directory):
+        _keep_foreign_weights(directory)
         if size is _Size.FULL:
             random_checkpoint.make_random_checkpoint(directory, seed=seed, device=device, tokenizer=tokenizer)
         else:
@@ -140,12 +143,27 @@ def make_random_checkpoint(
 
 
 @contextmanager
-def _explained_write(directory: Path) -> Iterator[None]:
+def _explained_write(what: str, place: Path) -> Iterator[None]:
+    from safetensors import SafetensorError
+
     try:
         yield
-    except OSError as error:
-        typer.echo(f"cannot write the checkpoint to {directory}: {error}", err=True)
+    except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a full disk
+        typer.echo(f"cannot write the {what} to {place}: {error}", err=True)
         raise typer.Exit(1) from error
+
+
+def _keep_foreign_weights(directory: Path) -> None:
+    """Random weights must neither replace a real checkpoint's nor lie beside them.
+
+    Raises:
+        FileExistsError: the folder holds weights that these commands did not write.
+    """
+    from rlinf_phyai.models.pi05.tiny import is_random_checkpoint
+
+    weights = [file for pattern in ("*.safetensors", "**/full_weights.pt") for file in directory.glob(pattern)]
+    if weights and not is_random_checkpoint(directory):
+        raise FileExistsError(f"it holds {weights[0].relative_to(directory)}, which is not random; name another folder")
 
 
 def _mebibytes(directory: Path) -> float:
@@ -180,8 +198,9 @@ def check(
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from error
     report.print_table(result)
-    report.write_json(result, output / "check.json")
-    report.draw(result, output / "check.png")
+    with _explained_write("result", output):
+        report.write_json(result, output / "check.json")
+        report.draw(result, output / "check.png")
     typer.echo(f"wrote {output / 'check.json'} and {output / 'check.png'}")
     if not result.passed:
         raise typer.Exit(1)
@@ -240,7 +259,8 @@ def compare(
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from error
     paired.print_pair(result)
-    paired.write_pair(result, output / "compare.json")
+    with _explained_write("result", output):
+        paired.write_pair(result, output / "compare.json")
     typer.echo(f"wrote {output / 'compare.json'}")
 
 

@@ -7,7 +7,7 @@ import fcntl
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rlinf_phyai.errors import PhyaiError
@@ -35,9 +35,9 @@ def claimed(log_path: str | Path) -> Iterator[None]:
         ) from error
     with lock:
         _lock(lock.fileno(), folder)
-        lock.truncate(0)
-        lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        lock.flush()
+        os.ftruncate(lock.fileno(), 0)
+        with suppress(OSError):  # a full disk: the lock holds without its owner's name
+            os.write(lock.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         yield
 
 

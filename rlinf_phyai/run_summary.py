@@ -39,7 +39,7 @@ def read_scalars(directory: Path) -> dict[str, Series]:
     """All scalars below a log folder, by tag.
 
     Raises:
-        FileNotFoundError: no event file below ``directory``.
+        FileNotFoundError: no event file below ``directory``, or none that holds a scalar.
     """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -52,6 +52,8 @@ def read_scalars(directory: Path) -> dict[str, Series]:
         events.Reload()
         for tag in events.Tags()["scalars"]:
             scalars.setdefault(tag, []).extend((event.step, event.value) for event in events.Scalars(tag))
+    if not scalars:
+        raise FileNotFoundError(f"{files[0]} holds no scalar: no training step was finished, or it is no event file")
     return scalars
 
 

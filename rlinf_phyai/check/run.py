@@ -24,8 +24,12 @@ def load_config(config: str, overrides: list[str], config_path: str | None = Non
 
     Raises:
         FileNotFoundError: the file does not exist (names the place).
+        ValueError: the file or an override cannot be read, or names what is not there.
     """
     from hydra import compose, initialize_config_dir
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
 
     path = Path(config)
     if path.suffix == ".yaml":
@@ -34,8 +38,11 @@ def load_config(config: str, overrides: list[str], config_path: str | None = Non
         folder, name = Path(config_path or "examples/embodiment/config").resolve(), config
     if not (folder / f"{name}.yaml").is_file():
         raise FileNotFoundError(f"there is no config {folder / f'{name}.yaml'}; give its path, or --config-path.")
-    with initialize_config_dir(str(folder), version_base="1.3"):
-        return compose(name, overrides)
+    try:
+        with initialize_config_dir(str(folder), version_base="1.3"):
+            return compose(name, overrides)
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+        raise ValueError(f"{folder / f'{name}.yaml'} with the overrides {overrides}: {error}") from error
 
 
 def run_check(cfg: DictConfig, *, envs: int, steps: int, limits: dict[str, float], simulator: bool) -> Result:

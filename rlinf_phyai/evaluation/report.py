@@ -61,9 +61,22 @@ class Evaluation:
         try:
             content = json.loads(file.read_text())
             episodes = [Episode(**episode) for episode in content["episodes"]]
-            return cls(content["suite"], content["sentences"], content["policy"], episodes)
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            found = cls(content["suite"], content["sentences"], content["policy"], episodes)
+            found._check_types()
+            return found
+        except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{file} is not an evaluation written by rlinf_phyai.eval: {error!r}") from error
+
+    def _check_types(self) -> None:
+        """Raises ``ValueError`` for content that no evaluation has."""
+        if not isinstance(self.suite, str) or not isinstance(self.policy, Mapping):
+            raise ValueError("suite is no text, or policy no object")
+        if not isinstance(self.sentences, list) or not all(isinstance(text, str) for text in self.sentences):
+            raise ValueError("sentences is no list of texts")
+        for e in self.episodes:
+            numbers = all(type(value) is int and value >= 0 for value in (e.task, e.trial, e.steps))
+            if not numbers or type(e.success) is not bool or e.task >= len(self.sentences):
+                raise ValueError(f"{e} is no episode of {len(self.sentences)} tasks")
 
 
 def print_evaluation(evaluation: Evaluation) -> None:

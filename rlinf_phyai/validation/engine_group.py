@@ -29,6 +29,7 @@ PARAMS_DTYPES = ("bfloat16", "bf16", "float32", "fp32")
 FP32_DTYPES = PARAMS_DTYPES[2:]
 VALUE_SOURCES = ("auto", "rollout", "actor")
 ACTOR_PREFIXES = ("auto", "fused", "real_tokens", "dense")
+_LONGEST_TIMEOUT_S = 1_000_000  # the system's wait on a pipe takes 2**31 ms at most
 SELF_CHECKS = ("off", "warn", "stop")
 
 
@@ -95,11 +96,11 @@ def simulator_timeout(s: Settings) -> Iterator[Problem]:
     """The time that one simulator may take for one command."""
     key = f"{GROUP}.simulator_timeout"
     value, number = s.get(key), s.number(key)
-    if s.has(key) and key not in s.unresolved and (number is None or number <= 0):
+    if s.has(key) and key not in s.unresolved and (number is None or not 0 < number <= _LONGEST_TIMEOUT_S):
         yield Problem(
             key,
             show(value),
-            "a number of seconds above 0",
+            f"a number of seconds above 0, at most {_LONGEST_TIMEOUT_S}",
             f"set {key}: 600",
             "a simulator that never answers would stop the run without a word",
         )

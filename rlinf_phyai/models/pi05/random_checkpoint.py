@@ -14,7 +14,7 @@ from torch import Tensor
 from rlinf_phyai.models.pi05.checkpoint import EXPERT_LM_HEAD, LM_HEAD, NOISE_HEAD
 from rlinf_phyai.models.pi05.configuration import PI05Config
 from rlinf_phyai.models.pi05.stated_sizes import GemmaSizes, StatedSizes, VisionSizes
-from rlinf_phyai.models.pi05.tiny import train_tokenizer, write_transform_files
+from rlinf_phyai.models.pi05.tiny import WEIGHTS_FILE, train_tokenizer, write_transform_files
 from rlinf_phyai.models.pi05.weights import PI05Weights
 
 SHALLOW = StatedSizes(
@@ -68,7 +68,7 @@ def make_random_checkpoint(
             tensor = torch.empty_like(view, device=device) if view.is_meta else view
             _fill(name, tensor, generator)
             state[name] = tensor.cpu().contiguous()
-    save_file(state, target / "model.safetensors", metadata={"format": "pt"})
+    save_file(state, target / WEIGHTS_FILE, metadata={"format": "pt"})
     # Last: its presence says that the rest is complete.
     sizes = {"model_type": "pi05", "action_horizon": config.action_horizon, "action_dim": config.action_dim}
     (target / "config.json").write_text(json.dumps(sizes, indent=2) + "\n")

@@ -24,6 +24,8 @@ from rlinf_phyai.models.pi05.libero_sentences import LIBERO_SENTENCES
 from rlinf_phyai.models.pi05.stated_sizes import CONFIG_KEY, GemmaSizes, StatedSizes
 
 ASSET_ID = "physical-intelligence/libero"
+WEIGHTS_FILE = "model.safetensors"
+STATS_FILE = Path(ASSET_ID) / "norm_stats.json"
 TOKENIZER_FILE = Path("big_vision") / "paligemma_tokenizer.model"
 
 _STATE_DIM = 8  # LIBERO: end-effector position 3, axis-angle 3, gripper 2
@@ -43,7 +45,7 @@ def make_tiny_checkpoint(directory: str | Path, seed: int = 0, config: StatedSiz
     directory.mkdir(parents=True, exist_ok=True)
 
     write_transform_files(directory, train_tokenizer(config.vocab_size))
-    save_file(random_state_dict(config, seed), directory / "model.safetensors", metadata={"format": "pt"})
+    save_file(random_state_dict(config, seed), directory / WEIGHTS_FILE, metadata={"format": "pt"})
     # Last: its presence says that the rest is complete.
     (directory / "config.json").write_text(
         json.dumps({"model_type": "pi05" if config.pi05 else "pi0", CONFIG_KEY: config.to_dict()}, indent=2) + "\n"
@@ -51,14 +53,25 @@ def make_tiny_checkpoint(directory: str | Path, seed: int = 0, config: StatedSiz
     return directory
 
 
+def is_random_checkpoint(directory: Path) -> bool:
+    """Whether all weights in a folder are random ones that this package wrote: its made-up statistics lie beside them."""
+    files = [*directory.glob("*.safetensors"), *directory.glob("**/full_weights.pt")]
+    stats = directory / STATS_FILE
+    return files == [directory / WEIGHTS_FILE] and stats.is_file() and stats.read_bytes() == _stats_text().encode()
+
+
 def write_transform_files(directory: Path, tokenizer: bytes) -> None:
     """What a checkpoint folder holds beside the weights: the tokenizer and LIBERO's normalisation statistics."""
     target = directory / TOKENIZER_FILE
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_bytes(tokenizer)
-    stats = directory / ASSET_ID / "norm_stats.json"
+    stats = directory / STATS_FILE
     stats.parent.mkdir(parents=True, exist_ok=True)
-    stats.write_text(json.dumps({"norm_stats": _norm_stats()}, indent=2) + "\n")
+    stats.write_text(_stats_text())
+
+
+def _stats_text() -> str:
+    return json.dumps({"norm_stats": _norm_stats()}, indent=2) + "\n"
 
 
 def random_state_dict(config: StatedSizes, seed: int = 0) -> dict[str, torch.Tensor]:

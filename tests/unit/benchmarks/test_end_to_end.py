@@ -158,3 +158,30 @@ def test_tables_and_picture_of_merged_runs(
     assert f"{26 * 32 + 7 * 128 + 2 * 128 + 2 * 128 + 2:.0f} s = environment reset 832" in shown
     assert (tmp_path / "both.png").read_bytes()[:4] == b"\x89PNG"
     assert json.loads((tmp_path / "both.json").read_text())["machine"] == {"gpu": "H"}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ("--envs", "0"),
+        ("--chunk-steps", "-1"),
+        ("--steps", "0"),
+        ("--micro-batch", "0"),
+        ("--timeout-s", "nan"),
+        ("--gpus", "a,b"),
+        ("--backends", "phyai,phyai"),
+        ("--backends", ","),
+    ],
+)
+def test_arguments_that_measure_nothing(
+    given: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        arguments(monkeypatch, "--checkpoint", "anywhere", *given)
+    assert f"{given[0]} is" in capsys.readouterr().err
+
+
+def test_merging_what_is_no_result(tmp_path: Path) -> None:
+    (tmp_path / "other.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"other\.json is no result"):
+        end_to_end.merge([tmp_path / "other.json"])

@@ -117,3 +117,23 @@ def test_compare_evaluations_command(tmp_path: Path) -> None:
         code, output = call("a.json", wrong)
         assert code == 2
         assert wrong in output
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"suite": None},
+        {"policy": ["phyai"]},
+        {"sentences": []},
+        {"sentences": None},
+        {"episodes": [{"task": 0, "trial": 0, "success": "no", "steps": 1}]},
+        {"episodes": [{"task": 7, "trial": 0, "success": True, "steps": 1}]},
+        {"episodes": [{"task": [0], "trial": 0, "success": True, "steps": 1}]},
+    ],
+)
+def test_files_that_are_no_evaluations(change: dict[str, object], tmp_path: Path) -> None:
+    Evaluation("libero_spatial", ["a"], {}, [Episode(0, 0, True, 5)]).write(tmp_path / "evaluation.json")
+    content = json.loads((tmp_path / "evaluation.json").read_text())
+    (tmp_path / "evaluation.json").write_text(json.dumps(content | change))
+    with pytest.raises(ValueError, match="is not an evaluation written by"):
+        Evaluation.read(tmp_path)

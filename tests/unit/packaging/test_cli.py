@@ -162,3 +162,68 @@ def test_show_run_that_cannot_draw_says_so(log_folder: Path, tmp_path: Path) -> 
         result = CliRunner().invoke(app, ["show-run", str(log_folder), "--plot", str(picture)])
         assert result.exit_code == 1
         assert "cannot draw" in result.output
+
+
+TINY = "libero_spatial_ppo_openpi_pi05_phyai_tiny"
+
+
+@pytest.mark.parametrize("override", ["foo=1", "nowhere.key=3", "!!!", "a=["])
+@pytest.mark.parametrize("command", ["check", "compare"])
+def test_overrides_that_cannot_be_used(command: str, override: str, repository: Path) -> None:
+    folder = repository / "examples" / "embodiment" / "config"
+    result = CliRunner().invoke(app, [command, TINY, override, "--config-path", str(folder)])
+    assert result.exit_code == 2, result.exception
+    assert f"{TINY}.yaml with the overrides ['{override}']" in result.output
+
+
+@pytest.mark.parametrize("content", ["a: [", "- a"], ids=["broken", "list"])
+def test_a_config_that_is_none(content: str, tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text(content)
+    result = CliRunner().invoke(app, ["check", str(tmp_path / "own.yaml")])
+    assert result.exit_code == 2, result.exception
+    assert "own.yaml" in result.output
+
+
+def test_findings_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    options = ["--only-config", "--json", str(tmp_path / "file" / "findings.json")]
+    result = CliRunner().invoke(app, ["doctor", str(tmp_path / "nowhere.yaml"), *options])
+    assert result.exit_code == 1
+    assert "cannot write the findings" in result.output
+
+
+@pytest.mark.parametrize("command", [["make-tiny-checkpoint"], ["make-random-checkpoint", "--size", "tiny"]])
+@pytest.mark.parametrize("name", ["model.safetensors", "model-00001-of-00002.safetensors", "actor/full_weights.pt"])
+def test_random_weights_never_replace_others(command: list[str], name: str, tmp_path: Path) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_bytes(b"trained for weeks")
+    before = sorted(tmp_path.rglob("*"))
+    result = CliRunner().invoke(app, [*command, str(tmp_path)])
+    assert result.exit_code == 1
+    assert f"it holds {name}, which is not random" in result.output
+    assert (tmp_path / name).read_bytes() == b"trained for weeks"
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_random_weights_are_written_anew(tmp_path: Path) -> None:
+    for _ in range(2):
+        assert CliRunner().invoke(app, ["make-tiny-checkpoint", str(tmp_path)]).exit_code == 0
+
+
+def test_a_full_disk_is_explained(tmp_path: Path) -> None:
+    """A limit on the size of files stands for the disk; safetensors reports it with an error of its own."""
+    code = (
+        "import resource, signal, sys; from rlinf_phyai.cli import app; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (10**6, 10**6)); app(['make-tiny-checkpoint', sys.argv[1]])"
+    )
+    result = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert "cannot write the checkpoint" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_an_event_file_without_scalars(tmp_path: Path) -> None:
+    (tmp_path / "events.out.tfevents.1").write_bytes(b"no events")
+    result = CliRunner().invoke(app, ["show-run", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "holds no scalar" in result.output

@@ -491,7 +491,7 @@ ERRORS = [
     ),
     *(
         change_one("simulator_timeout", f"{ENGINE}.simulator_timeout", value, "seconds above 0")
-        for value in (0, -5, None, "forever", True)
+        for value in (0, -5, 1e9, None, "forever", True)
     ),
     change_one("value_source", f"{ENGINE}.value_source", "actr", "auto, rollout or actor", "did you mean actor?"),
     Case(
