@@ -12,8 +12,9 @@ import re
 import resource
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -169,23 +170,23 @@ def test_disk_that_is_really_full(start: StartProgram, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_run_in_a_cluster_that_somebody_started(start: StartProgram, own_ray: Callable[[], str]) -> None:
+def test_run_in_a_cluster_that_somebody_started(start: StartProgram, own_ray: tuple[str, psutil.Process]) -> None:
     """With RAY_ADDRESS the run joins; at its end its workers go and the cluster stays."""
-    address = own_ray()
+    address, head = own_ray
     program = start("launcher", "runner.max_epochs=1", environment={"RAY_ADDRESS": address})
     run = program.finish()
     run.assert_success()
     assert f"Connecting to existing Ray cluster at address: {address}" in run.output
-    assert not [p for p in psutil.process_iter(["cmdline"]) if "RolloutWorker" in " ".join(p.info["cmdline"] or [])]
-    host, port = address.split(":")
-    assert any(c.laddr.port == int(port) for c in psutil.net_connections("tcp") if c.status == "LISTEN"), host
+    processes = [" ".join(process.cmdline()) for process in head.children(recursive=True)]
+    assert not [command for command in processes if "RolloutWorker" in command]
+    assert any("gcs_server" in command for command in processes)
+    port = int(address.split(":")[1])
+    assert any(c.laddr.port == port for c in psutil.net_connections("tcp") if c.status == "LISTEN")
 
 
 @pytest.fixture
-def own_ray(tmp_path: Path) -> Iterator[Callable[[], str]]:
-    """Starts a cluster as a user would before, without any of our variables in its environment."""
-    import sys
-
+def own_ray() -> Iterator[tuple[str, psutil.Process]]:
+    """Address and process of a cluster, started as a user would before, without any of our variables in its environment."""
     script = (
         "import ray, sys\n"
         "context = ray.init(address='local', include_dashboard=False)\n"
@@ -200,12 +201,8 @@ def own_ray(tmp_path: Path) -> Iterator[Callable[[], str]]:
     assert head.stdin
     assert head.stdout
 
-    def address() -> str:
-        for line in head.stdout or ():
-            if line.startswith("ADDRESS "):
-                return line.split()[1]
-        raise AssertionError("Ray did not start")
-
-    yield address
+    address = next((line.split()[1] for line in head.stdout if line.startswith("ADDRESS ")), None)
+    assert address, "Ray did not start"
+    yield address, psutil.Process(head.pid)
     head.stdin.close()
     head.wait(60)
