@@ -167,7 +167,9 @@ def _keep_foreign_weights(directory: Path) -> None:
 
 
 def _mebibytes(directory: Path) -> float:
-    return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file()) / 2**20
+    from rlinf_phyai.checkpoints import size
+
+    return size(directory) / 2**20
 
 
 @app.command()

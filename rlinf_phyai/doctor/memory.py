@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from rlinf_phyai.models.pi05.checkpoint import LM_HEAD
 from rlinf_phyai.models.pi05.configuration import PI05Config
 from rlinf_phyai.models.pi05.weights import PI05Weights
 
@@ -89,22 +90,21 @@ def actor_parts(
 ) -> Parts:
     """Memory of one actor. ``shards``: over how many GPUs the model is divided."""
     views = PI05Weights(model, torch.device("meta"), dtype).views
-    lm_head = "paligemma_with_expert.paligemma.lm_head.weight"  # tied to the embedding
-    sizes = {name: view.numel() * view.element_size() for name, view in views.items() if name != lm_head}
+    # The output head is tied to the embedding.
+    sizes = {name: view.numel() * view.element_size() for name, view in views.items() if name != LM_HEAD}
     trainable = sum(size for name, size in sizes.items() if not expert_only or name.startswith(TRAINABLE))
-    published = PI05Config()
-    work = model.prefix.depth * (model.prefix.mlp_dim + HIDDEN_ROWS * model.prefix.width) * model.vision.num_tokens
-    reference = (
-        published.prefix.depth
-        * (published.prefix.mlp_dim + HIDDEN_ROWS * published.prefix.width)
-        * published.vision.num_tokens
-    )
     return {
         "actor parameters": sum(sizes.values()) / GIB / shards,
         "actor gradients": trainable / GIB / shards,
         "actor optimizer (Adam)": 2 * trainable / GIB / shards,
-        "actor activations": ACTIVATION_GIB * micro_batch * work / reference,
+        "actor activations": ACTIVATION_GIB * micro_batch * _prefix_work(model) / _prefix_work(PI05Config()),
     }
+
+
+def _prefix_work(model: PI05Config) -> int:
+    """What the activations of an actor's observation grow with."""
+    prefix = model.prefix
+    return prefix.depth * (prefix.mlp_dim + HIDDEN_ROWS * prefix.width) * model.vision.num_tokens
 
 
 def per_gpu(run: Run) -> dict[int, Parts]:

@@ -107,8 +107,8 @@ class Engine:
         if not isinstance(request, PI05RolloutRequest):
             raise RequestError(f"rollout_step needs a PI05RolloutRequest; found {type(request).__name__}.")
         with self._running(request) as (model, checked):
-            if request.compute_value and self.model_config.value_mode is not None:
-                self._check_written(model.weights.value_head, "critic", "value_head.*", "compute_value=False")
+            if request.compute_value:
+                self._check_critic(model)
             steps = request.stochastic_steps
             if self.model_config.noise_method == "flow_noise" and (steps is None or bool(steps.any())):
                 self._check_written(
@@ -119,8 +119,7 @@ class Engine:
     def value(self, request: PI05Request) -> Tensor:
         """Critic after the VLM: float32 [B, 1], by the prefix alone. Raises as :meth:`step`."""
         with self._running(request) as (model, checked):
-            if self.model_config.value_mode is not None:
-                self._check_written(model.weights.value_head, "critic", "value_head.*", "compute_value=False")
+            self._check_critic(model)
             return model.scheduler.value(checked, self._run)
 
     def stages(self, request: PI05Request) -> dict[str, Callable[[], Any]]:
@@ -140,6 +139,10 @@ class Engine:
             return call
 
         return {name: ordered(program) for name, program in programs.items()}
+
+    def _check_critic(self, model: PI05Model) -> None:
+        if self.model_config.value_mode is not None:
+            self._check_written(model.weights.value_head, "critic", "value_head.*", "compute_value=False")
 
     @staticmethod
     def _check_written(head: list[tuple[Tensor, Tensor]], part: str, names: str, instead: str) -> None:

@@ -51,9 +51,8 @@ class HostCopy:
                 self._saved[i] = tensor._version
                 copied += self._sizes[i]
         self._wait()
-        self.away = (
-            True  # before the first one goes: an interrupt in between must not leave weights that seem to be there
-        )
+        # Before the first one goes: an interrupt in between must not leave weights that seem to be there.
+        self.away = True
         for tensor in self._tensors:
             tensor.untyped_storage().resize_(0)
         return copied

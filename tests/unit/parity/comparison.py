@@ -129,3 +129,36 @@ def deviations(case: Case, batch: Batch, expected: ReferenceOutput, output: PI05
         "log_probs": largest(reported_log_probs(case, batch, output), expected.log_probs),
         "values": largest(output.values.mean(dim=1, keepdim=True), expected.values),
     }
+
+
+def rescored(reference: Reference, case: Case, batch: Batch, output: PI05RolloutOutput) -> tuple[Tensor, Tensor]:
+    """The actor's log-probs [B, c, d] of the engine's chain, and its entropy [B, 1 or N + 1, H, D]."""
+    log_probs, _, entropy = reference.rescore_with_entropy(
+        batch,
+        output.chains,
+        case.denoise_inds(),
+        noise_method=case.noise_method,
+        noise_level=case.noise_level,
+        joint_logprob=case.step == JOINT,
+    )
+    return log_probs[:, :, : case.chunk, : case.env_dim].mean(dim=1), entropy
+
+
+def measured(
+    reference: Reference, engine: Engine, case: Case, batch: Batch | None = None, **changes: object
+) -> dict[str, float]:
+    """:func:`deviations` of one rollout, and of the actor's rescoring of the engine's own chain; ``changes`` to the request."""
+    batch = batch or case.batch(reference.sizes.vocab)
+    output = run_engine(engine, case, batch, **changes)
+    found = deviations(case, batch, run_reference(reference, case, batch), output)
+    if case.step != EVAL:
+        again, _ = rescored(reference, case, batch, output)
+        found["rescored"] = float((again - reported_log_probs(case, batch, output)).abs().max())
+    return found
+
+
+def assert_rescored(found: dict[str, float], case: Case) -> None:
+    """A rescored log-prob moves by |z| times the means' distance over the deviation, which starts at 0.08 in flow-noise: a
+    fifth of flow-SDE's."""
+    for name, value in found.items():
+        assert value <= case.tolerance * (5 if name == "rescored" else 1), (name, found)

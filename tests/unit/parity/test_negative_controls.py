@@ -20,7 +20,7 @@ from rlinf_phyai.kernels import torch_ops
 from rlinf_phyai.models.pi05 import scheduler as scheduler_module
 from rlinf_phyai.models.pi05 import value as value_module
 
-from .comparison import Case, deviations, reported_log_probs, run_engine, run_reference
+from .comparison import Case, deviations, reported_log_probs, rescored, run_engine, run_reference
 from .conftest import cpu_engine
 from .reference import Batch, Reference, ReferenceOutput
 
@@ -39,10 +39,9 @@ def setup(vlm_reference: Reference) -> Setup:
 def measured(setup: Setup, engine: Engine, **changes: Any) -> dict[str, float]:
     reference, batch, expected = setup
     output = run_engine(engine, CASE, batch, **changes)
-    steps = torch.full((batch.size, CASE.num_steps), int(CASE.step))
-    log_probs, _ = reference.rescore(batch, output.chains, steps, values=False, noise_level=CASE.noise_level)
-    rescored = float((log_probs[:, 0] - reported_log_probs(CASE, batch, output)).abs().max())
-    return deviations(CASE, batch, expected, output) | {"rescored": rescored}
+    again, _ = rescored(reference, CASE, batch, output)
+    gap = float((again - reported_log_probs(CASE, batch, output)).abs().max())
+    return deviations(CASE, batch, expected, output) | {"rescored": gap}
 
 
 def patched_engine(setup: Setup, monkeypatch: pytest.MonkeyPatch, module: Any, name: str, function: Any) -> Engine:

@@ -13,13 +13,22 @@ import torch
 from torch import Tensor
 
 from rlinf_phyai.engine import Engine, RequestError
-from rlinf_phyai.models.pi05 import PI05RolloutOutput, sampler
+from rlinf_phyai.models.pi05 import sampler
 from rlinf_phyai.rollout.sampling import FlowSampler, NoiseAnnealing, SamplingOptions
 
 from ..engine.checkpoints import fill_parameters, parameter_shapes, write_checkpoint
-from .comparison import EVAL, JOINT, Case, deviations, reported_log_probs, run_engine, run_reference
+from .comparison import (
+    EVAL,
+    JOINT,
+    Case,
+    assert_rescored,
+    deviations,
+    measured,
+    rescored,
+    run_engine,
+)
 from .conftest import cpu_engine
-from .reference import Batch, Reference
+from .reference import Reference
 
 Measure = Callable[[dict[str, float]], dict[str, float]]
 MARGIN = 25  # above the tolerance of rescored log-probs too
@@ -47,44 +56,15 @@ def learned_engine(noise_reference: Reference) -> Iterator[Engine]:
         yield engine
 
 
-def rescored(reference: Reference, case: Case, batch: Batch, output: PI05RolloutOutput) -> tuple[Tensor, Tensor]:
-    """The actor's log-probs [B, c, d] of the engine's chain, and its entropy [B, 1 or N + 1, H, D]."""
-    log_probs, _, entropy = reference.rescore_with_entropy(
-        batch,
-        output.chains,
-        case.denoise_inds(),
-        noise_method=case.noise_method,
-        noise_level=case.noise_level,
-        joint_logprob=case.step == JOINT,
-    )
-    return log_probs[:, :, : case.chunk, : case.env_dim].mean(dim=1), entropy
-
-
-def assert_equal(found: dict[str, float], case: Case) -> None:
-    """A rescored log-prob moves by |z| times the means' distance over the deviation, which starts at 0.08 in flow-noise: a
-    fifth of flow-SDE's."""
-    for name, value in found.items():
-        assert value <= case.tolerance * (5 if name == "rescored" else 1), (name, found)
-
-
-def measured(reference: Reference, engine: Engine, case: Case) -> dict[str, float]:
-    batch = case.batch(reference.sizes.vocab)
-    output = run_engine(engine, case, batch)
-    found = deviations(case, batch, run_reference(reference, case, batch), output)
-    if case.step != EVAL:
-        again, _ = rescored(reference, case, batch, output)
-        found["rescored"] = float((again - reported_log_probs(case, batch, output)).abs().max())
-    return found
-
-
 @pytest.mark.parametrize("case", LEARNED, ids=str)
 def test_flow_noise(case: Case, noise_reference: Reference, learned_engine: Engine, measure: Measure) -> None:
-    assert_equal(measure(measured(noise_reference, learned_engine, case)), case)
+    assert_rescored(measure(measured(noise_reference, learned_engine, case)), case)
 
 
 @pytest.mark.parametrize("case", SHARED_OUT, ids=str)
 def test_flow_cps(case: Case, vlm_reference: Reference, engines: Callable[..., Engine], measure: Measure) -> None:
-    assert_equal(measure(measured(vlm_reference, engines("mean_token", noise_method="flow_cps"), case)), case)
+    engine = engines("mean_token", noise_method="flow_cps")
+    assert_rescored(measure(measured(vlm_reference, engine, case)), case)
 
 
 @pytest.mark.parametrize("case", [LEARNED[0], LEARNED[1]], ids=str)

@@ -13,7 +13,14 @@ from rlinf_phyai.engine import Engine, RequestError
 from rlinf_phyai.models.pi05 import PI05Request, scheduler
 
 from ..engine.checkpoints import fill_parameters, parameter_shapes, write_checkpoint
-from .comparison import EVAL, JOINT, Case, deviations, reported_log_probs, run_engine, run_reference
+from .comparison import (
+    EVAL,
+    JOINT,
+    Case,
+    assert_rescored,
+    measured,
+    run_engine,
+)
 from .conftest import cpu_engine
 from .reference import REFERENCE_SIZES, Batch, Reference
 
@@ -49,22 +56,9 @@ def engines(reference: Reference) -> Iterator[dict[str, Engine]]:
         engine.close()
 
 
-def measured(reference: Reference, engine: Engine, case: Case) -> dict[str, float]:
+def pi0_measured(reference: Reference, engine: Engine, case: Case) -> dict[str, float]:
     batch = pi0_batch(reference, case)
-    output = run_engine(engine, case, batch, state=batch.state)
-    found = deviations(case, batch, run_reference(reference, case, batch), output)
-    if case.step != EVAL:
-        log_probs, _ = reference.rescore(
-            batch,
-            output.chains,
-            case.denoise_inds(),
-            noise_method=case.noise_method,
-            noise_level=case.noise_level,
-            joint_logprob=case.step == JOINT,
-        )
-        again = log_probs[:, :, : case.chunk, : case.env_dim].mean(dim=1)
-        found["rescored"] = float((again - reported_log_probs(case, batch, output)).abs().max())
-    return found
+    return measured(reference, engine, case, batch, state=batch.state)
 
 
 def pi0_batch(reference: Reference, case: Case) -> Batch:
@@ -73,9 +67,7 @@ def pi0_batch(reference: Reference, case: Case) -> Batch:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_pi0(case: Case, reference: Reference, engines: dict[str, Engine], measure: Measure) -> None:
-    found = measure(measured(reference, engines[case.noise_method], case))
-    for name, value in found.items():
-        assert value <= case.tolerance * (5 if name == "rescored" else 1), (name, found)
+    assert_rescored(measure(pi0_measured(reference, engines[case.noise_method], case)), case)
 
 
 def test_critic_after_the_expert(tmp_path: Path, measure: Measure) -> None:
@@ -83,7 +75,7 @@ def test_critic_after_the_expert(tmp_path: Path, measure: Measure) -> None:
     reference = Reference(tmp_path, SIZES.but(value_after_vlm=False), seed=8)
     case = Case((20, 3), 3, 1, chunk=5, env_dim=7)
     with cpu_engine(tmp_path, value_mode="expert") as engine:
-        found = measure(measured(reference, engine, case))
+        found = measure(pi0_measured(reference, engine, case))
     assert max(found.values()) <= case.tolerance, found
 
 
@@ -117,7 +109,7 @@ def test_a_state_token_that_the_actions_do_not_see_is_noticed(
     reference: Reference, engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scheduler, "append_state", lambda *args: args[-2])
-    found = measured(reference, engines["flow_sde"], CASES[0])
+    found = pi0_measured(reference, engines["flow_sde"], CASES[0])
     for name in ("actions", "rescored"):
         assert found[name] > 25 * CASES[0].tolerance, (name, found)
 

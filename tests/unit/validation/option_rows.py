@@ -4,18 +4,16 @@
 Whether a row is supported is what validation says of it; where it is, the row names the tests that compare engine and actor.
 """
 
-import tempfile
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from rlinf_phyai.models.pi05.tiny import make_tiny_checkpoint
 from rlinf_phyai.validation import find_problems
 from rlinf_phyai.validation.problems import show
 from tests.unit.validation.cases import CPS, LEARNED, MODEL, OPENPI, annealed
-from tests.unit.validation.conftest import FULL, MakeConfig, compose_examples, config_maker
-from tests.unit.validation.page import row
+from tests.unit.validation.conftest import FULL, MakeConfig
+from tests.unit.validation.page import row, write_page
 
 TESTS = Path(__file__).resolve().parents[2]
 PAGE = TESTS.parent / "docs" / "options.md"
@@ -217,12 +215,5 @@ def page(config: MakeConfig) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        make = config_maker(compose_examples(), make_tiny_checkpoint(Path(folder) / "checkpoint"), Path(folder))
-        PAGE.write_text(page(make).rstrip() + "\n")
-    print(f"wrote {PAGE}")
-
-
 if __name__ == "__main__":
-    main()
+    write_page(PAGE, page)

@@ -104,12 +104,13 @@ def row(*cells: str) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def main() -> None:
+def write_page(path: Path, render: Callable[[MakeConfig], str]) -> None:
+    """Renders a generated page of docs/ with the configs of the examples and a tiny checkpoint."""
     with tempfile.TemporaryDirectory() as folder:
         make = config_maker(compose_examples(), make_tiny_checkpoint(Path(folder) / "checkpoint"), Path(folder))
-        PAGE.write_text(page(make).rstrip() + "\n")
-    print(f"wrote {PAGE}")
+        path.write_text(render(make).rstrip() + "\n")
+    print(f"wrote {path}")
 
 
 if __name__ == "__main__":
-    main()
+    write_page(PAGE, page)
