@@ -55,9 +55,7 @@ class Fp8Prefix:
             return
         for tensor, size in zip(self._tensors(), self._sizes, strict=True):
             storage = tensor.untyped_storage()
-            if (
-                storage.nbytes() != size
-            ):  # released; on CUDA the same size again would move it, under the captured graphs
+            if storage.nbytes() != size:  # released; CUDA would move one of the same size, under the captured graphs
                 storage.resize_(size)
         for source, copy in zip(self._sources, self._copies, strict=True):
             for weight, values, scale in zip(source, *copy, strict=True):
