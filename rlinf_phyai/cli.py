@@ -71,20 +71,30 @@ def doctor(
         raise typer.Exit(1)
 
 
+class _Model(StrEnum):
+    PI05 = "pi05"
+    PI0 = "pi0"
+
+
 @app.command("make-tiny-checkpoint")
 def make_tiny_checkpoint(
     directory: Annotated[Path, typer.Argument(help="Folder to write; made if missing.")],
+    model: Annotated[
+        _Model, typer.Option(help="pi0: for the examples whose name has pi0 instead of pi05.")
+    ] = _Model.PI05,
     seed: Annotated[
         int, typer.Option(min=0, max=2**63 - 1, help="Seed of the random weights: the same seed, the same bytes.")
     ] = 0,
 ) -> None:
-    """Write a small random PI0.5 checkpoint that RLinf and the engine both load, for trying things on a CPU."""
+    """Write a small random PI0.5 or PI0 checkpoint that RLinf and the engine both load, for trying things on a CPU."""
     from rlinf_phyai.models.pi05 import tiny
+    from rlinf_phyai.models.pi05.stated_sizes import TINY_SIZES
 
     with _explained_write("checkpoint", directory):
         _keep_foreign_weights(directory)
-        tiny.make_tiny_checkpoint(directory, seed=seed)
-    typer.echo(f"{directory}: tiny PI0.5 checkpoint, {_mebibytes(directory):.1f} MiB, seed {seed}")
+        tiny.make_tiny_checkpoint(directory, seed=seed, config=TINY_SIZES[model])
+    name = "PI0" if model is _Model.PI0 else "PI0.5"
+    typer.echo(f"{directory}: tiny {name} checkpoint, {_mebibytes(directory):.1f} MiB, seed {seed}")
 
 
 class _Size(StrEnum):

@@ -247,6 +247,7 @@ def check_request(
         raise RequestError(f"state is {problem} a float32 tensor ({batch}, {config.action_dim}).")
     if state is not None:
         _expect("state", state, (batch, config.action_dim), (torch.float32,))
+        _check_state(state)
     sigmas, step_noise = _check_rollout(request, batch, config)
     checked = CheckedRequest(
         batch=batch,
@@ -277,6 +278,18 @@ def _check_padding(ids: Tensor, lens: Tensor, vocab_size: int) -> None:
     if bool((ids.masked_fill(~padded, 0) != 0).any()):
         raise RequestError(
             "input_ids must be right-padded with 0: some positions at or behind lang_lens hold other ids."
+        )
+
+
+def _check_state(state: Tensor) -> None:
+    """Content of the state, for one on the CPU, where the simulators leave it; see :func:`_check_padding`."""
+    if state.device.type != "cpu":
+        return
+    bad = (~torch.isfinite(state)).any(dim=1).nonzero().flatten().tolist()
+    if bad:
+        raise RequestError(
+            f"state holds NaN or infinite values in the samples {bad}; every value must be finite. It is the robot's state after "
+            "normalisation: look at what the simulator reported, then at norm_stats.json."
         )
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sizes that a checkpoint states itself: ``config.json``'s object under the key ``rlinf_phyai``.
 
-RLinf and openpi know one size of PI0.5. A checkpoint with this object has another one, and actor and engine build that. Only
+RLinf and openpi know one size of PI0.5 and of PI0. A checkpoint with this object has another one, and actor and engine build that. Only
 what the actor can build is allowed here; what the engine's own ``configuration`` holds besides (epsilons, the rotary base) is
 fixed there. The defaults are those of the tiny model.
 """
@@ -45,7 +45,7 @@ class GemmaSizes:
 
 @dataclass(frozen=True)
 class StatedSizes:
-    """All sizes of a PI0.5 model; what ``config.json`` holds under the key ``rlinf_phyai``.
+    """All sizes of a PI0.5 or PI0 model; what ``config.json`` holds under the key ``rlinf_phyai``.
 
     Widths differ on purpose, so that a swapped pair of dimensions fails instead of running.
     """
@@ -93,8 +93,12 @@ class StatedSizes:
         return values
 
 
+TINY_SIZES = {"pi05": StatedSizes(), "pi0": StatedSizes(pi05=False, tokenizer_max_length=48)}
+"""The tiny model by the name of its kind. Prompt lengths are openpi's: PI0 does not spell the state out in the prompt."""
+
+
 def read_stated_sizes(checkpoint_dir: str | Path) -> StatedSizes | None:
-    """The sizes that a checkpoint folder states itself, or None for a checkpoint of the standard PI0.5 size.
+    """The sizes that a checkpoint folder states itself, or None for a checkpoint of the standard size.
 
     Raises:
         ValueError: ``config.json`` is not JSON, or its key ``rlinf_phyai`` does not describe a model.
@@ -111,4 +115,4 @@ def read_stated_sizes(checkpoint_dir: str | Path) -> StatedSizes | None:
     try:
         return StatedSizes.from_dict(values)
     except (KeyError, TypeError) as error:
-        raise ValueError(f"{path}: key {CONFIG_KEY!r} does not describe a PI0.5 model: {error}") from error
+        raise ValueError(f"{path}: key {CONFIG_KEY!r} does not describe a model: {error}") from error

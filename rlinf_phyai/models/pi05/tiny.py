@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny random PI0.5 checkpoint: the whole training loop on a laptop CPU, in tests and in the quickstart.
+"""A tiny random PI0.5 or PI0 checkpoint: the whole training loop on a laptop CPU, in tests and in the quickstart.
 
 The folder that :func:`make_tiny_checkpoint` writes has the layout of a real one:
 
@@ -38,7 +38,7 @@ def make_tiny_checkpoint(directory: str | Path, seed: int = 0, config: StatedSiz
     Args:
         directory: created if missing; files of an earlier call are overwritten.
         seed: of the weights. The tokenizer and the statistics do not depend on it.
-        config: other sizes than the default ones.
+        config: other sizes than the default ones, which are those of PI0.5 (``TINY_SIZES["pi0"]`` for PI0).
     """
     config = config or StatedSizes()
     directory = Path(directory)

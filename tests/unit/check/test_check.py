@@ -19,7 +19,7 @@ from rlinf_phyai.check.compare import Result, check_config, compare, send_weight
 from rlinf_phyai.check.observations import RandomObservations
 from rlinf_phyai.check.run import load_config
 from rlinf_phyai.cli import app
-from rlinf_phyai.models.pi05.stated_sizes import StatedSizes
+from rlinf_phyai.models.pi05.stated_sizes import TINY_SIZES
 from rlinf_phyai.models.pi05.tiny import make_tiny_checkpoint
 
 TINY = "libero_spatial_ppo_openpi_pi05_phyai_tiny"
@@ -116,7 +116,7 @@ def test_other_samplers_and_critics_pass(overrides, run, base_overrides, reposit
 
 def test_pi0_passes(run, tmp_path, repository):
     """PI0 with the critic after the expert, and its actor with the dense prefix."""
-    path = make_tiny_checkpoint(tmp_path, config=StatedSizes(pi05=False, tokenizer_max_length=48))
+    path = make_tiny_checkpoint(tmp_path, config=TINY_SIZES["pi0"])
     overrides = [f"actor.model.model_path={path}", "+size=tiny"]
     cfg = load_config("libero_spatial_ppo_openpi_pi0_phyai", overrides, config_folder(repository))
     assert failures(run(cfg=check_config(cfg, ENVS * STEPS))) == {}

@@ -18,7 +18,14 @@ from safetensors.torch import load_file, save_file
 from rlinf_phyai import plugin
 from rlinf_phyai.errors import CheckpointError
 from rlinf_phyai.models.pi05.libero_sentences import LIBERO_SENTENCES
-from rlinf_phyai.models.pi05.stated_sizes import CONFIG_KEY, GemmaSizes, StatedSizes, VisionSizes, read_stated_sizes
+from rlinf_phyai.models.pi05.stated_sizes import (
+    CONFIG_KEY,
+    TINY_SIZES,
+    GemmaSizes,
+    StatedSizes,
+    VisionSizes,
+    read_stated_sizes,
+)
 from rlinf_phyai.models.pi05.tiny import make_tiny_checkpoint
 from tests.openpi_options import OPENPI_OPTIONS
 
@@ -137,6 +144,36 @@ def test_rlinf_loads_every_weight_in_float32(get_model: Any, tmp_path: Path, con
     trainable = {name.split(".")[0] for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert "value_head" in trainable
     assert not any(p.requires_grad for p in model.paligemma_with_expert.paligemma.parameters())
+
+
+@pytest.fixture(scope="module")
+def tiny_pi0(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("tiny_pi0"), config=TINY_SIZES["pi0"])
+
+
+def test_rlinf_loads_pi0(get_model: Any, tiny_pi0: Path) -> None:
+    """RLinf's own PI0 has exactly the file's names: a state projection and time MLPs on the actions, no AdaRMS."""
+    model = get_model(model_section(tiny_pi0, config_name="pi0_libero"))
+    assert not model.pi05
+    state, stored = model.state_dict(), load_file(tiny_pi0 / "model.safetensors")
+    assert {name for name in state if not name.startswith("value_head.")} == set(stored)
+    for name, tensor in stored.items():
+        assert torch.equal(state[name], tensor), name
+    assert {"state_proj.weight", "action_time_mlp_in.weight", "action_time_mlp_out.bias"} <= set(stored)
+    assert not any("time_mlp" in name and not name.startswith("action_") for name in stored)
+    assert not any(".dense." in name for name in stored)
+
+
+def test_pi0_acts_and_rescores(get_model: Any, tiny_pi0: Path) -> None:
+    model = get_model(model_section(tiny_pi0, config_name="pi0_libero"))
+    actions, result = model.predict_action_batch(observation(2))
+    inputs = result["forward_inputs"]
+    assert actions.shape == (2, 5, 7)
+    assert inputs["tokenized_prompt"].shape == (2, TINY_SIZES["pi0"].tokenizer_max_length)
+    output = model(forward_inputs=inputs, compute_values=True)
+    torch.testing.assert_close(output["logprobs"], result["prev_logprobs"], atol=1e-5, rtol=0)
+    moved = model(forward_inputs=inputs | {"observation/state": inputs["observation/state"] + 0.5})
+    assert (moved["logprobs"] - output["logprobs"]).abs().max() > 1e-3  # it reads the state
 
 
 @pytest.mark.parametrize("mode", ["mean_token", "last_token", "first_token"])

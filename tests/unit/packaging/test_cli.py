@@ -77,6 +77,27 @@ def test_make_tiny_checkpoint_is_a_function_of_the_seed(tmp_path: Path) -> None:
     assert weights["a"] != weights["c"]
 
 
+@pytest.mark.parametrize("model, name", [("pi05", "PI0.5"), ("pi0", "PI0")])
+def test_make_tiny_checkpoint_of_either_model(model: str, name: str, tmp_path: Path) -> None:
+    """What the command says, what the folder states, and what the engine finds in it."""
+    from rlinf_phyai.models.pi05.configuration import PI05Config
+    from rlinf_phyai.models.pi05.stated_sizes import TINY_SIZES, read_stated_sizes
+
+    result = CliRunner().invoke(app, ["make-tiny-checkpoint", str(tmp_path), "--model", model])
+    assert result.exit_code == 0, result.output
+    assert f"tiny {name} checkpoint" in result.output
+    assert read_stated_sizes(tmp_path) == TINY_SIZES[model]
+    assert PI05Config.from_checkpoint(tmp_path).pi05 == (model == "pi05")
+
+
+def test_make_tiny_checkpoint_refuses_a_model(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["make-tiny-checkpoint", str(tmp_path / "a"), "--model", "pi06"])
+    assert result.exit_code == 2
+    for word in ("--model", "'pi06'", "'pi05'", "'pi0'"):
+        assert word in result.output
+    assert not (tmp_path / "a").exists()
+
+
 @pytest.mark.parametrize("seed", ["abc", "-1", str(2**70)])
 def test_make_tiny_checkpoint_refuses_a_seed(seed: str, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["make-tiny-checkpoint", str(tmp_path / "a"), "--seed", seed])

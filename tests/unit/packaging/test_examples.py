@@ -9,7 +9,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
-from rlinf_phyai.models.pi05.stated_sizes import StatedSizes
+from rlinf_phyai.models.pi05.stated_sizes import TINY_SIZES
 from rlinf_phyai.models.pi05.tiny import make_tiny_checkpoint
 from rlinf_phyai.validation import find_problems
 
@@ -27,7 +27,7 @@ PI0 = "libero_spatial_ppo_openpi_pi0_phyai"
 
 @pytest.fixture(scope="module")
 def tiny_pi0(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = StatedSizes(pi05=False, tokenizer_max_length=48)
+    config = TINY_SIZES["pi0"]
     return make_tiny_checkpoint(tmp_path_factory.mktemp("pi0"), config=config)
 
 

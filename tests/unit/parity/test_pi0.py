@@ -119,3 +119,16 @@ def test_the_state_is_required(reference: Reference, engines: dict[str, Engine])
     request = PI05Request(batch.pixels[:, :2], batch.input_ids, batch.lang_lens, batch.noise)
     with pytest.raises(RequestError, match="state is missing; PI0 needs"):
         engines["flow_sde"].step(request)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_state_that_is_not_finite_is_refused_at_once(
+    reference: Reference, engines: dict[str, Engine], value: float
+) -> None:
+    """Without ``check_finite``: the state of a simulator that diverged would reach every action of its sample."""
+    batch = pi0_batch(reference, Case((20, 3, 9), 3, 1))
+    state = batch.state.clone()
+    state[1, 0] = value
+    request = PI05Request(batch.pixels[:, :2], batch.input_ids, batch.lang_lens, batch.noise, state=state)
+    with pytest.raises(RequestError, match=r"state holds NaN or infinite values in the samples \[1\]"):
+        engines["flow_sde"].step(request)

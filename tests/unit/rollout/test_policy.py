@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 
 from rlinf_phyai.errors import EngineUnusableError
 from rlinf_phyai.models.pi05 import scheduler
-from rlinf_phyai.models.pi05.stated_sizes import StatedSizes
+from rlinf_phyai.models.pi05.stated_sizes import TINY_SIZES
 from rlinf_phyai.models.pi05.tiny import ASSET_ID, make_tiny_checkpoint
 from rlinf_phyai.rollout.build import build_policy
 from rlinf_phyai.rollout.observation import BatchedTransforms, OpenPiTransforms, make_transforms
@@ -140,7 +140,7 @@ def test_the_actor_finds_the_reported_log_probabilities_and_values(overrides, ma
 @pytest.mark.parametrize("after_vlm", [True, False])
 def test_pi0_is_replayed_by_the_actor(after_vlm: bool, make_config, build, checkpoint, tmp_path) -> None:
     """PI0 reads the state beside the prompt, normalised by mean and deviation, and LIBERO's actions relative to it."""
-    folder = make_tiny_checkpoint(tmp_path, seed=4, config=StatedSizes(pi05=False, tokenizer_max_length=48))
+    folder = make_tiny_checkpoint(tmp_path, seed=4, config=TINY_SIZES["pi0"])
     shutil.copy(checkpoint / ASSET_ID / "norm_stats.json", folder / ASSET_ID / "norm_stats.json")
     openpi = "actor.model.openpi"
     paths = [f"actor.model.model_path={folder}", f"rollout.model.model_path={folder}"]
