@@ -24,8 +24,9 @@ from rlinf_phyai.engine.offload import HostCopy
 from rlinf_phyai.engine.weight_update import Batch, UpdateState, WeightUpdater
 from rlinf_phyai.errors import EngineClosedError, EngineOffloadedError, KernelPolicyError, RequestError
 from rlinf_phyai.kernels import UnknownKernel, resolve
-from rlinf_phyai.models.pi05.checkpoint import LoadReport
+from rlinf_phyai.models.pi05.checkpoint import NOISE_HEAD, VALUE_HEAD, LoadReport
 from rlinf_phyai.models.pi05.configuration import PI05Config
+from rlinf_phyai.models.pi05.exposed import ExposedMemory
 from rlinf_phyai.models.pi05.plugin import PI05Model
 from rlinf_phyai.models.pi05.requests import (
     CheckedRequest,
@@ -75,7 +76,7 @@ class Engine:
                 args.plugin_args, kernels, self.device, self.params_dtype, runtime.seed, runtime.progress
             )
             self._model: PI05Model | None = model
-            self._host_copy = HostCopy(model.weights.storages.values())
+            self._host_copy = HostCopy(model.weights.memory)
             self._updater = WeightUpdater(model.weights, model.canonical_name, model.tables.refresh)
             model.tables.refresh()
         self.load_report: LoadReport = model.load_report
@@ -111,9 +112,7 @@ class Engine:
                 self._check_critic(model)
             steps = request.stochastic_steps
             if self.model_config.noise_method == "flow_noise" and (steps is None or bool(steps.any())):
-                self._check_written(
-                    model.weights.noise_head, "noise head", "noise_head.*", "stochastic_steps all False"
-                )
+                self._check_written(model, "noise head", f"{NOISE_HEAD}mlp_logvar.", "stochastic_steps all False")
             return model.scheduler.rollout(checked, request.compute_value, self._run)
 
     def value(self, request: PI05Request) -> Tensor:
@@ -142,14 +141,14 @@ class Engine:
 
     def _check_critic(self, model: PI05Model) -> None:
         if self.model_config.value_mode is not None:
-            self._check_written(model.weights.value_head, "critic", "value_head.*", "compute_value=False")
+            self._check_written(model, "critic", VALUE_HEAD, "compute_value=False")
 
     @staticmethod
-    def _check_written(head: list[tuple[Tensor, Tensor]], part: str, names: str, instead: str) -> None:
+    def _check_written(model: PI05Model, part: str, stem: str, instead: str) -> None:
         # A tensor that nobody wrote has version 0; RLinf's patch syncer writes in place, past the load report.
-        if any(t._version == 0 for layer in head for t in layer):
+        if any(view._version == 0 for name, view in model.weights.views.items() if name.startswith(stem)):
             raise RequestError(
-                f"the {part} has no weights yet: the checkpoint holds no {names}; send them by a weight update first, or set "
+                f"the {part} has no weights yet: the checkpoint holds no {stem}*; send them by a weight update first, or set "
                 f"{instead}."
             )
 
@@ -242,8 +241,11 @@ class Engine:
         """Every parameter by the actor's name and in its order, as a view of the live storage.
 
         Writing to a view is allowed inside a weight update only, and by torch operations on the view itself: torch does not
-        count writes through ``view.data``, ``view.numpy()`` or DLPack, so the engine cannot notice them. The expert's output
-        head is a meta tensor.
+        count writes through ``view.data``, ``view.numpy()`` or DLPack, so the engine cannot notice them. While the engine is
+        offloaded, any access to a view's values raises a RuntimeError. The expert's output head is a meta tensor.
+
+        Raises:
+            EngineClosedError, EngineOffloadedError.
         """
         with self._lock:
             if self._model is None:
@@ -297,9 +299,10 @@ class Engine:
     def offload(self) -> None:
         """Moves the weights to the host and frees graphs and buffers, so that others may use the device's memory.
 
-        The host keeps a copy of all weights from then on (page-locked on CUDA). On an offloaded engine it does nothing. Views that
-        :meth:`state_dict` gave out are good again after :meth:`reload`; until then they have no memory, and reading or writing one
-        crashes the process.
+        The host keeps a copy of all weights from then on (page-locked on CUDA). On an offloaded engine it does nothing. Until
+        :meth:`reload`, reading or writing a tensor that :meth:`state_dict` gave out raises a RuntimeError that says so; afterwards
+        it is good again. Views that the caller made of one keep raising and must be made anew. Drop numpy arrays, DLPack capsules
+        and addresses taken from one before the call: nothing guards those.
 
         Raises:
             EngineClosedError, EngineUnusableError, WeightUpdateError (an update is in progress), PhyaiError (too little host memory).
@@ -368,7 +371,7 @@ class Engine:
             self._updater.close()
             self._graphs.clear()
             self._model = None
-            self._host_copy = HostCopy(())
+            self._host_copy = HostCopy(ExposedMemory({}, {}))
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
                 torch.cuda.empty_cache()

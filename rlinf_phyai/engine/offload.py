@@ -7,29 +7,29 @@ way to give memory back and keep its address, so whatever remembers addresses, C
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 
 from rlinf_phyai.errors import PhyaiError
+from rlinf_phyai.models.pi05.exposed import ExposedMemory
 
 _ALIGNMENT = 256
 
 
 class HostCopy:
-    """Host memory for the storages of some tensors of one device.
+    """Host memory for the owners of some device memory.
 
     The host memory is kept between the moves: what nobody wrote since the last one need not be copied again.
 
     Args:
-        tensors: each owning a storage of its own.
+        memory: withdrawn from others before it goes, exposed to them again when it is back.
     """
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._tensors = list(tensors)
+    def __init__(self, memory: ExposedMemory) -> None:
+        self._memory = memory
+        self._tensors = list(memory.owners.values())
         self._sizes = [t.untyped_storage().nbytes() for t in self._tensors]
-        self._saved: list[int | None] = [None] * len(self._tensors)  # version counter of what the host holds
+        self._saved: list[int | None] = [None] * len(self._tensors)  # write counter of what the host holds
         self._host: Tensor | None = None
         self.away = False
 
@@ -45,14 +45,16 @@ class HostCopy:
             PhyaiError: the host has no such amount of (on CUDA: page-locked) memory; nothing was moved.
         """
         copied = 0
+        counters = self._memory.write_counters()
         for i, (tensor, host) in enumerate(zip(self._tensors, self._parts(), strict=True)):
-            if self._saved[i] != tensor._version:
+            if self._saved[i] != counters[i]:
                 host.copy_(_bytes_of(tensor), non_blocking=True)
-                self._saved[i] = tensor._version
+                self._saved[i] = counters[i]
                 copied += self._sizes[i]
         self._wait()
         # Before the first one goes: an interrupt in between must not leave weights that seem to be there.
         self.away = True
+        self._memory.withdraw()
         for tensor in self._tensors:
             tensor.untyped_storage().resize_(0)
         return copied
@@ -73,6 +75,7 @@ class HostCopy:
         for tensor, host in zip(self._tensors, self._parts(), strict=True):
             _bytes_of(tensor).copy_(host, non_blocking=True)
         self._wait()
+        self._memory.expose()
         self.away = False
 
     def _parts(self) -> list[Tensor]:
@@ -96,5 +99,5 @@ class HostCopy:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """uint8 over the whole storage. It has a version counter of its own: for the owner of ``tensor`` nothing was written."""
+    """uint8 over the whole storage."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

@@ -60,6 +60,18 @@ def _pairs(batch: Any) -> list[tuple[str, Any]]:
     return [(name, tensor) for name, tensor in items]
 
 
+def _memory_problem(tensor: Tensor) -> str | None:
+    """Why the values of ``tensor`` cannot be read, or None."""
+    if tensor.is_meta or not tensor.numel():
+        return None
+    storage = tensor.untyped_storage()
+    try:
+        storage.data_ptr()
+    except RuntimeError as error:  # withdrawn: a view of an offloaded engine
+        return str(error)
+    return None if storage.nbytes() else "found a tensor without memory"
+
+
 def _whole(version: Any) -> int:
     try:
         return operator.index(version)
@@ -222,8 +234,8 @@ class WeightUpdater:
                 problems.append(f"{source}: found a {tensor.layout} tensor, expected a dense one")
             elif tensor.is_meta and not view.is_meta:
                 problems.append(f"{source}: found a meta tensor, which has no data")
-            elif tensor.numel() and not tensor.is_meta and not tensor.untyped_storage().nbytes():
-                problems.append(f"{source}: found a tensor without memory, such as a view of an offloaded engine")
+            elif problem := _memory_problem(tensor):
+                problems.append(f"{source}: {problem}")
             else:
                 seen.add(name)
                 if view.is_meta:

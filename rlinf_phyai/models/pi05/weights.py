@@ -23,6 +23,7 @@ from rlinf_phyai.models.pi05.checkpoint import (
     VALUE_HEAD,
 )
 from rlinf_phyai.models.pi05.configuration import NOISE_HEAD_SIZES, GemmaConfig, PI05Config
+from rlinf_phyai.models.pi05.exposed import ExposedMemory
 
 _TOWER = "paligemma_with_expert.paligemma.model.vision_tower.vision_model."
 _PROJECTOR = "paligemma_with_expert.paligemma.model.multi_modal_projector.linear."
@@ -66,7 +67,8 @@ class PI05Weights:
     Attributes:
         views: checkpoint name -> view, in the order of the actor's ``state_dict()``. The expert's output head, which the
             engine never reads, is a meta tensor; ``lm_head`` and ``embed_tokens`` of PaliGemma are one storage.
-        storages: the tensors that own the memory.
+        storages: the stacks that the views lie in. Written through these and the views only: their counters tell of it.
+        memory: what owns the bytes. The layers below are views of its owners, so they survive an offload untouched.
     """
 
     def __init__(self, config: PI05Config, device: torch.device, params_dtype: torch.dtype) -> None:
@@ -79,6 +81,8 @@ class PI05Weights:
         self._build_prefix()
         self._build_expert()
         self._build_heads()
+        self.memory = ExposedMemory(self.storages, self.views)
+        self.storages, self.views = self.memory.wholes, self.memory.views
 
     # -- memory --
 
@@ -94,7 +98,7 @@ class PI05Weights:
 
     def write_counters(self) -> tuple[int, ...]:
         """torch's version counter of every storage; any in-place write to a storage or a view of it raises its counter."""
-        return tuple(t._version for t in self.storages.values())
+        return self.memory.write_counters()
 
     def vision_counters(self) -> tuple[int, ...]:
         """The write counters of everything that an image's tokens depend on: the vision tower and its projector."""

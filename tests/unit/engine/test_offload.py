@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +22,7 @@ from rlinf_phyai.engine import (
     WeightUpdateError,
 )
 from rlinf_phyai.engine.offload import HostCopy
+from rlinf_phyai.models.pi05.exposed import ExposedMemory
 
 from .checkpoints import random_state, write_checkpoint
 from .conftest import SIZES, Target, assert_same_bits, rollout_request, rollout_tensors, step_request
@@ -28,7 +31,7 @@ MakeEngine = Callable[..., Engine]
 
 
 def held_bytes(engine: Engine) -> int:
-    return sum(tensor.untyped_storage().nbytes() for tensor in engine._model.weights.storages.values())
+    return sum(tensor.untyped_storage().nbytes() for tensor in engine._model.weights.memory.owners.values())
 
 
 def test_a_round_trip_changes_nothing(make_engine: MakeEngine, target: Target) -> None:
@@ -89,6 +92,73 @@ def test_not_in_the_middle_of_an_update(make_engine: MakeEngine) -> None:
     engine.offload()
 
 
+USES: dict[str, Callable[[torch.Tensor], object]] = {
+    "read": lambda view: view + 1,
+    "write": lambda view: view.add_(1),
+    "write without a view in front": lambda view: torch._foreach_copy_([view], [torch.zeros(view.shape)]),
+    "copy from": lambda view: torch.zeros(view.shape).copy_(view),
+    "numpy": lambda view: view.numpy(),
+    "dlpack": torch.from_dlpack,
+    "past the version counter": lambda view: view.data.zero_(),
+    "storage": lambda view: view.untyped_storage()[0],
+    "address": lambda view: view.data_ptr(),
+    "print": repr,
+    "one number": lambda view: view.flatten()[0].item(),
+    "pickle": pickle.dumps,
+    "copy": copy.deepcopy,
+    "slice taken now": lambda view: view[:1].sum(),
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_using_a_view_of_an_offloaded_engine_is_an_error(
+    make_engine: MakeEngine, use: Callable[[torch.Tensor], object]
+) -> None:
+    """It used to read through a null pointer, which ends the process."""
+    engine = make_engine()
+    view = engine.state_dict()["action_in_proj.bias"]
+    before = view.clone()
+    use(view.clone())  # nothing but the offload is in the way
+    engine.offload()
+    with pytest.raises(RuntimeError, match=r"the engine was offloaded\. Call the engine's reload\(\)"):
+        use(view)
+    assert tuple(view.shape) == tuple(before.shape)
+    assert view.dtype == before.dtype
+    engine.reload()
+    assert torch.equal(view, before)
+    engine.step(step_request())  # a refused write was no write
+
+
+def test_views_of_views_must_be_made_anew(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    view = engine.state_dict()["action_in_proj.weight"]
+    row = view[3]
+    engine.offload()
+    engine.reload()
+    with pytest.raises(RuntimeError, match="must be made anew"):
+        row.sum()
+    assert torch.equal(view[3], engine.state_dict()["action_in_proj.weight"][3])
+
+
+def test_every_view_is_withdrawn_and_good_again(make_engine: MakeEngine, target: Target) -> None:
+    engine = make_engine(target=target)
+    views = {name: view for name, view in engine.state_dict().items() if not view.is_meta}
+    values = {name: view.clone() for name, view in views.items()}
+    engine.offload()
+    for name, view in views.items():
+        with pytest.raises(RuntimeError, match="offloaded"):
+            view.sum()
+        with pytest.raises(RuntimeError, match="offloaded"):
+            torch.equal(values[name], view)
+    engine.reload()
+    before = rollout_tensors(engine, rollout_request())
+    with engine.weight_update():
+        for view in views.values():
+            view.mul_(0.5)  # as RLinf's patch syncer writes
+    after = rollout_tensors(engine, rollout_request())
+    assert not torch.equal(after["actions"], before["actions"])
+
+
 def test_closing_an_offloaded_engine(make_engine: MakeEngine) -> None:
     engine = make_engine()
     engine.offload()
@@ -135,17 +205,18 @@ def test_an_empty_critic_stays_empty(make_engine: MakeEngine, tmp_path: Path) ->
 
 
 def test_only_what_changed_is_copied_again() -> None:
-    first, second = torch.zeros(1000), torch.ones(3, 7)
-    host = HostCopy((first, second))
+    owners = {"first": torch.zeros(1000), "second": torch.ones(3, 7)}
+    memory = ExposedMemory(owners, {"part": owners["first"][3:5]})
+    host = HostCopy(memory)
     assert host.save() == host.num_bytes == 4000 + 84
     host.restore()
     assert host.save() == 0
     host.restore()
-    first[3:5] = 2.0  # through a view, as weight syncs write
+    memory.views["part"].fill_(2.0)  # through a view, as weight syncs write
     assert host.save() == 4000
     host.restore()
-    assert first.sum() == 4.0
-    assert torch.equal(second, torch.ones(3, 7))
+    assert owners["first"].sum() == memory.wholes["first"].sum() == 4.0
+    assert torch.equal(memory.wholes["second"], torch.ones(3, 7))
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("no memory"), torch.OutOfMemoryError()])

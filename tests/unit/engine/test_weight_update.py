@@ -776,7 +776,11 @@ def test_views_of_an_offloaded_engine_are_refused(make_engine: Callable[..., Eng
     views = {name: view for name, view in other.state_dict().items() if not view.is_meta}
     other.offload()
     engine.begin_weight_update()
-    with pytest.raises(WeightUpdateError, match="without memory"):
+    with pytest.raises(WeightUpdateError, match=r"nothing of this batch was written.*the engine was offloaded"):
         engine.update_weights(views)
+    freed = torch.zeros(views[BIAS].shape)  # as FSDP leaves a parameter that it gathers anew
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(WeightUpdateError, match="without memory"):
+        engine.update_weights({BIAS: freed})
     engine.abort_weight_update()
     assert engine.state.value == "idle"
