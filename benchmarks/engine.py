@@ -114,6 +114,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--stage-batches", default="1,8,32")
     parser.add_argument("--compile-batches", default="32")
+    parser.add_argument(
+        "--compile-mode", default="max-autotune-no-cudagraphs", help="of torch.compile; default: that of RLinf's worker"
+    )
     parser.add_argument("--checkpoint", type=Path, help="existing full-size checkpoint instead of random weights")
     parser.add_argument("--output", type=Path, default=RESULTS / "engine.json")
     args = parser.parse_args()
@@ -189,10 +192,15 @@ def run(
             )
         write_json(args.output, result)
     if "compile" in contenders:
-        actor.enable_torch_compile(mode="max-autotune-no-cudagraphs")
+        actor.enable_torch_compile(mode=args.compile_mode)
+        result["compile_mode"], result["compile_seconds"] = args.compile_mode, {}
         chosen = {int(b) for b in args.compile_batches.split(",")}
         for row in tqdm([r for r in rows if r["batch"] in chosen], desc="actor, torch.compile"):
             observation = make_observations(row["batch"], args.steps).openpi()
+            begin = time.time()
+            actor.sample_actions(observation, mode="train", compute_values=False)
+            torch.cuda.synchronize()
+            result["compile_seconds"][row["batch"]] = time.time() - begin
             row["compile"] = time_ms(
                 lambda o=observation: actor.sample_actions(o, mode="train", compute_values=False), 7, 2
             )
