@@ -3,7 +3,7 @@
 
 RLinf waits for every call in a thread of its own, prints what was raised and sends the driver a signal. The driver then
 knows that something failed, not what. A :class:`CallLog` keeps the calls, so that the last line of a run can say which
-worker failed in which call and why.
+worker failed in which call and why, or which calls never returned.
 """
 
 from __future__ import annotations
@@ -23,6 +23,16 @@ class _Call:
     group: str
     function: str
     handle: Any  # RLinf's WorkerGroupFuncResult
+    made: float  # time.monotonic()
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A call that has not returned: the worker ``<group> rank <n>``, the function, the seconds since it was made."""
+
+    worker: str
+    function: str
+    seconds: float
 
 
 class CallLog:
@@ -34,6 +44,7 @@ class CallLog:
 
     def __init__(self, groups: Iterable[Any] = ()) -> None:
         self._calls: list[_Call] = []
+        self._made = 0
         for group in groups:
             self.watch(group)
 
@@ -49,10 +60,27 @@ class CallLog:
         def call(*args: Any, **kwargs: Any) -> Any:
             handle = function(*args, **kwargs)
             self._calls = [one for one in self._calls if not one.handle.done()]
-            self._calls.append(_Call(group, name, handle))
+            self._calls.append(_Call(group, name, handle, time.monotonic()))
+            self._made += 1
             return handle
 
         return call
+
+    def progress(self) -> tuple[int, int]:
+        """Another value after every call that was made or has returned."""
+        return self._made, sum(not one.handle.done() for one in self._calls)
+
+    def pending(self) -> list[Pending]:
+        """The calls that have not returned, worker by worker. Needs a running Ray."""
+        import ray
+
+        found = []
+        for call in self._calls:
+            references = list(call.handle._remote_results)
+            _, waiting = ray.wait(references, num_returns=len(references), timeout=0)
+            seconds = time.monotonic() - call.made
+            found += [Pending(f"{call.group} rank {references.index(one)}", call.function, seconds) for one in waiting]
+        return found
 
     def failures(self) -> list[str]:
         """One sentence per failed call, dead workers first; empty if none failed. Needs a running Ray."""

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from rlinf_phyai.cluster import ray_cluster
 from rlinf_phyai.errors import PhyaiError
 from rlinf_phyai.log_dir import claimed
 from rlinf_phyai.shutdown import Interrupted, RayGuard
+from rlinf_phyai.signs import SignsOfLife
+from rlinf_phyai.stall import watched
 
 _PATH_KEYS = (
     "runner.logger.log_path",
@@ -71,9 +73,12 @@ def worker_groups(
                 )
             plugin.confirm([(groups[component], worker_class) for component, worker_class in classes.items()])
         running = ", ".join(f"{component} {worker_class.__name__}" for component, worker_class in classes.items())
-        guard.explain = CallLog(groups.values()).failures
+        watchable = all(issubclass(worker_class, SignsOfLife) for worker_class in classes.values())  # ours
+        calls = CallLog(groups.values())
+        guard.explain = calls.failures
         say(f"rollout backend {backend.name}; every worker confirmed: {running}")
-        yield cfg, groups
+        with watched(cfg, groups, calls, say, guard.end) if watchable else nullcontext():
+            yield cfg, groups
 
 
 def _worker_class(backend: backends.RolloutBackend, component: str, env_worker: str | None) -> type[Any]:

@@ -9,6 +9,7 @@ processes that Ray started on this node are gone, the simulators' own subprocess
 import contextlib
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 
@@ -43,6 +44,7 @@ class RayGuard:
 
     def __enter__(self) -> "RayGuard":
         self._reason: BaseException | None = None
+        self._told: PhyaiError | None = None
         self._patient = self._worker_failed = False
         self._before = {process.pid for process in psutil.Process().children()}
         self._previous = {number: signal.getsignal(number) for number in _INTERRUPTS}
@@ -54,8 +56,15 @@ class RayGuard:
         for number in (*_INTERRUPTS, signal.SIGUSR1):
             signal.signal(number, self._on_signal)
 
+    def end(self, reason: PhyaiError) -> None:
+        """From another thread: raise ``reason`` in the main thread, whatever it waits for."""
+        self._told = reason
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGUSR1:
+        if number == signal.SIGUSR1 and self._told is not None:
+            self._reason = self._told
+        elif number == signal.SIGUSR1:
             self._worker_failed = True
             if self._patient:
                 return

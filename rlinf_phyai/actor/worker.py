@@ -51,12 +51,13 @@ from rlinf_phyai.engine.kernel_policy import load_kernel_policy
 from rlinf_phyai.errors import PhyaiError
 from rlinf_phyai.kernels import Kernels, resolve
 from rlinf_phyai.models.pi05.lora import merge_adapters, plain_names
+from rlinf_phyai.signs import SignsOfLife, mark
 
 UNUSED_BY_ACTIONS = ("gemma_expert.lm_head.weight",)
 """Trainable by name only: the action path never reads the expert's language head (0.5 GB at full size)."""
 
 
-class PhyaiActorWorker(EmbodiedFSDPActor):
+class PhyaiActorWorker(SignsOfLife, EmbodiedFSDPActor):
     """See the module's docstring. ``cfg`` is RLinf's resolved config; the copy held here may name a corrected loss."""
 
     def __init__(self, cfg: DictConfig) -> None:
@@ -248,6 +249,7 @@ class PhyaiActorWorker(EmbodiedFSDPActor):
 
     def _score(self, forward_inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
         """The forward of RLinf's ``train_micro_batch``, argument by argument."""
+        mark("micro-batch of rescoring")
         compute_values = self.cfg.algorithm.adv_type == "gae"
         if self.prefix != "dense":
             forward_inputs[LAYOUT_KEY] = _layout(forward_inputs)
@@ -283,6 +285,7 @@ class PhyaiActorWorker(EmbodiedFSDPActor):
 
     def train_micro_batch(self, micro_batch: dict[str, Any], metrics: dict[str, list[float]], *, is_last: bool) -> None:
         """RLinf's step on one micro-batch, with what the corrected loss needs in place."""
+        mark("micro-batch of training")
         if not self.correction.recompute:
             return super().train_micro_batch(micro_batch, metrics, is_last=is_last)
         weights = None

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from rlinf_phyai.signs import mark
+
 Program = Callable[[], Any]
 """Launches all work on static buffers and returns the output tensors."""
 
@@ -57,6 +59,7 @@ class GraphCache:
         return found.outputs
 
     def _capture(self, program: Program, keep_alive: Any) -> CapturedGraph:
+        mark("CUDA graph")
         current = torch.cuda.current_stream()
         side = self._side = self._side or torch.cuda.Stream()
         side.wait_stream(current)

@@ -23,6 +23,7 @@ import psutil
 from rlinf.envs.libero import venv
 
 from rlinf_phyai.errors import PhyaiError
+from rlinf_phyai.signs import mark
 
 OPTION = "rollout.phyai.simulator_timeout"
 _EXIT_CODE_WAIT_S = 2.0  # from the end of a pipe to the end of its process
@@ -71,11 +72,13 @@ class WatchedPipe:
         try:
             if not self._connection.poll(max(left, 0.0)):
                 raise self._hangs()
-            return self._connection.recv()
+            answer = self._connection.recv()
         except SimulatorError:
             raise
         except (EOFError, OSError) as error:
             raise self._died() from error
+        mark(self._command, "of", self._name)
+        return answer
 
     def close(self) -> None:
         self._connection.close()

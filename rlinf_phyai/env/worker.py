@@ -6,10 +6,12 @@ from __future__ import annotations
 from omegaconf import OmegaConf
 from rlinf.workers.env.env_worker import EnvWorker
 
+from rlinf_phyai.signs import SignsOfLife
+
 DEFAULT_TIMEOUT_S = 600.0
 
 
-class PhyaiEnvWorker(EnvWorker):
+class PhyaiEnvWorker(SignsOfLife, EnvWorker):
     """Stock RLinf, except that a dead or silent simulator raises an error that names it."""
 
     def init_worker(self) -> None:

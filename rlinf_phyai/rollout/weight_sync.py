@@ -20,6 +20,7 @@ from torch import Tensor
 from rlinf_phyai.engine import Engine
 from rlinf_phyai.errors import PhyaiError, WeightUpdateError
 from rlinf_phyai.models.pi05.checkpoint import LoadReport
+from rlinf_phyai.signs import mark
 
 METADATA_NAMES = frozenset({"total_buckets", "syncer_version"})
 """Scalars that RLinf puts beside the weights of a first bucket."""
@@ -77,6 +78,7 @@ class EngineWeights:
             raise WeightUpdateError("weights arrived outside of a weight session; open one around the whole sync")
         weights = {name: tensor for name, tensor in bucket.items() if name not in METADATA_NAMES}
         session.buckets += 1
+        mark("weight bucket", session.buckets)
         session.names += len(weights)
         if session.failure is not None:
             return

@@ -16,9 +16,10 @@ from rlinf.workers.rollout.hf.huggingface_worker import MultiStepRolloutWorker
 from rlinf_phyai.checksum import Checksum
 from rlinf_phyai.rollout.build import build_policy
 from rlinf_phyai.rollout.policy import PhyaiPolicy
+from rlinf_phyai.signs import SignsOfLife, mark
 
 
-class PhyaiRolloutWorker(MultiStepRolloutWorker):
+class PhyaiRolloutWorker(SignsOfLife, MultiStepRolloutWorker):
     """One worker, one engine, one device."""
 
     hf_model: PhyaiPolicy  # RLinf's name for whatever policy a worker holds
@@ -67,6 +68,7 @@ class PhyaiRolloutWorker(MultiStepRolloutWorker):
         self, env_obs: dict[str, Any], mode: Literal["train", "eval"] = "train"
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         """RLinf's prediction, except that the epoch's last one asks for the value alone."""
+        mark("predict", mode)
         if mode == "train" and self._samples_left is not None:
             if self._samples_left == 0:
                 return self._predict_value(env_obs)
@@ -86,6 +88,7 @@ class PhyaiRolloutWorker(MultiStepRolloutWorker):
         """Values of the states in which episodes ended: float32 ``[B, 1]``, or None as RLinf defines it."""
         if final_obs is None or not hasattr(self.hf_model, "value_head"):
             return None
+        mark("values of final observations")
         return self.hf_model.predict_values(final_obs)
 
     # -- weights ----------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ OPTIONS = (
     "debug_logprob_offset",
     "self_check",
     "simulator_timeout",
+    "stall_timeout",
     "progress",
 )
 FLAGS = ("use_cuda_graph", "progress")
@@ -103,6 +104,29 @@ def simulator_timeout(s: Settings) -> Iterator[Problem]:
             f"a number of seconds above 0, at most {_LONGEST_TIMEOUT_S}",
             f"set {key}: 600",
             "a simulator that never answers would stop the run without a word",
+        )
+
+
+def stall_timeout(s: Settings) -> Iterator[Problem]:
+    """The time without any progress after which the run ends: longer than one simulator may take, which is no progress."""
+    key, simulators = f"{GROUP}.stall_timeout", f"{GROUP}.simulator_timeout"
+    if not s.has(key) or s.get(key) is None or key in s.unresolved:
+        return
+    number, of_simulator = s.number(key), s.number(simulators)
+    if number is None or not 0 < number <= _LONGEST_TIMEOUT_S:
+        yield Problem(
+            key,
+            show(s.get(key)),
+            f"null (never), or a number of seconds above 0, at most {_LONGEST_TIMEOUT_S}",
+            f"set {key}: 3600",
+        )
+    elif of_simulator is not None and number <= of_simulator <= _LONGEST_TIMEOUT_S:
+        yield Problem(
+            key,
+            show(s.get(key)),
+            f"null (never), or more than {simulators} ({of_simulator:g})",
+            f"raise {key}, or lower {simulators}",
+            "the run would end while a simulator may still answer",
         )
 
 
@@ -226,6 +250,7 @@ CHECKS = (
     self_check,
     self_check_needs_recompute,
     simulator_timeout,
+    stall_timeout,
     actor_prefix,
     actor_prefix_cache,
     params_dtype,

@@ -28,6 +28,7 @@ from rlinf_phyai.models.pi05.checkpoint import (
 from rlinf_phyai.models.pi05.finite import all_finite, magnitudes, non_finite
 from rlinf_phyai.models.pi05.lora import merge_adapters
 from rlinf_phyai.models.pi05.weights import PI05Weights
+from rlinf_phyai.signs import mark
 
 _SHOWN = 8
 
@@ -107,6 +108,7 @@ def write_tensors(
         leave=False,
     )
     for name, tensor in bar:
+        mark("loaded weight", name)
         target = canonical_name(name)
         view = views[target]
         if view.is_meta:

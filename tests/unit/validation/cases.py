@@ -493,6 +493,11 @@ ERRORS = [
         change_one("simulator_timeout", f"{ENGINE}.simulator_timeout", value, "seconds above 0")
         for value in (0, -5, 1e9, None, "forever", True)
     ),
+    *(
+        change_one("stall_timeout", f"{ENGINE}.stall_timeout", value, "null (never), or a number of seconds above 0")
+        for value in (0, -5, 1e9, "forever", True)
+    ),
+    change_one("stall_timeout", f"{ENGINE}.stall_timeout", 600, "simulator_timeout (600)", "raise", "still answer"),
     change_one("value_source", f"{ENGINE}.value_source", "actr", "auto, rollout or actor", "did you mean actor?"),
     Case(
         "value_source",
