@@ -20,6 +20,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import FrameType
@@ -170,21 +171,27 @@ def _address() -> tuple[str, str]:
 def _publish(name: str, board: Any, where: _Place) -> None:
     host, address = _address()
     marks, cpu = -1, 0.0
+    complained = False
     for heartbeat in itertools.count():
         if marks != _Reached.count:
             marks, cpu = _Reached.count, time.process_time()
-        stack = where.stack()
-        sign = Sign(
-            host=host,
-            address=address,
-            pid=os.getpid(),
-            heartbeat=heartbeat,
-            marks=marks,
-            last=" ".join(map(str, _Reached.what)),
-            age=time.monotonic() - _Reached.when,
-            cpu=time.process_time() - cpu,
-            stack=shown(stack),
-            waits=bool(stack) and any(part in stack[-1].f_code.co_filename for part in _MEETING_POINTS),
-        )
-        board.publish.remote(name, sign)
+        try:
+            stack = where.stack()
+            sign = Sign(
+                host=host,
+                address=address,
+                pid=os.getpid(),
+                heartbeat=heartbeat,
+                marks=marks,
+                last=" ".join(map(str, _Reached.what)),
+                age=time.monotonic() - _Reached.when,
+                cpu=time.process_time() - cpu,
+                stack=shown(stack),
+                waits=bool(stack) and any(part in stack[-1].f_code.co_filename for part in _MEETING_POINTS),
+            )
+            board.publish.remote(name, sign)
+        except Exception:  # a worker that falls silent looks dead: say why, and go on
+            if not complained:
+                traceback.print_exc()
+            complained = True
         time.sleep(PERIOD_S)

@@ -60,10 +60,10 @@ class Program:
             )
         self.descendants: set[psutil.Process] = set()
 
-    def wait_for(self, text: str, timeout: float = TIMEOUT_S) -> None:
-        """Until the output contains ``text``."""
+    def wait_for(self, text: str, timeout: float = TIMEOUT_S, times: int = 1) -> None:
+        """Until the output contains ``text`` that many times."""
         deadline = time.monotonic() + timeout
-        while text not in self.output.read_text():
+        while self.output.read_text().count(text) < times:
             assert self.process.poll() is None, f"ended before {text!r}:\n{self.output.read_text()[-6000:]}"
             assert time.monotonic() < deadline, f"no {text!r} within {timeout} s:\n{self.output.read_text()[-6000:]}"
             self.look()

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults at each point of a weight sync. The functions run inside a worker of a real run; the package knows none of them."""
+"""Faults at each point of a weight sync, and in the rollout after it.
+
+The functions run inside a worker of a real run; the package knows none of them."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -54,6 +57,17 @@ def change_a_frozen_weight(worker: Any) -> None:
     set_parameter(worker, FROZEN, 0.5)
 
 
+def deadlock(worker: Any) -> None:
+    """Rollout, in the rollout that follows: a prediction waits for a lock that is never released."""
+    lock = threading.Lock()
+    lock.acquire()
+
+    def predict_action_batch(**arguments: Any) -> None:
+        lock.acquire()
+
+    worker.hf_model.predict_action_batch = predict_action_batch
+
+
 def set_parameter(worker: Any, name: str, value: float) -> None:
     """Overwrite this rank's part of one of the actor's parameters."""
     parameter = dict(worker.model.named_parameters())[name].detach()
@@ -68,6 +82,7 @@ FAULTS: dict[str, tuple[str, Callable[[Any], None]]] = {
         ("actor", diverge),
         ("actor", stop_sending),
         ("actor", change_a_frozen_weight),
+        ("rollout", deadlock),
     )
 }
 """Name -> the worker group in which the fault happens, and what to call there."""

@@ -61,9 +61,13 @@ def ends_because(program: Program, *causes: str, since: float | None = None) -> 
     return run
 
 
+STALL_S = 40.0  # no healthy phase of the tiny run lasts that long
+STALL_SOON = (f"rollout.phyai.stall_timeout={STALL_S}", f"rollout.phyai.simulator_timeout={STALL_S - 5}")
+
+
 @dataclass(frozen=True)
 class Interrupted:
-    """A run whose rollout worker was killed in its second step."""
+    """A run whose rollout worker was stopped in the rollout of its second step."""
 
     run: Run
     checkpoint: Path
@@ -71,17 +75,23 @@ class Interrupted:
 
 @pytest.fixture(scope="module")
 def interrupted(start: StartProgram) -> Interrupted:
-    program = start("launcher", "runner.save_interval=1", "runner.max_epochs=3")
-    program.wait_for("global_step_1: ")  # saved; the second step begins
-    os.kill(worker_pid(program, "PhyaiRolloutWorker"), signal.SIGKILL)
+    program = start("launcher", "runner.save_interval=1", "runner.max_epochs=3", *STALL_SOON)
+    program.wait_for("Generating Rollout Epochs:   0%", times=2)
+    pid = worker_pid(program, "PhyaiRolloutWorker")
+    os.kill(pid, signal.SIGSTOP)
     run = ends_because(
         program,
-        r"RolloutGroup rank 0 in \w+\(\): its process \d+ on [\d.]+ died without raising anything: it was killed",
+        rf"no worker made progress for \d+ s. The run was ended \(rollout.phyai.stall_timeout: {STALL_S:g}\)",
+        rf"\n- RolloutGroup rank 0 \(process {pid} on [\d.]+, stopped\) is stopped\n +in generate\(\) for \d+ s; last sign of life: ",
+        r"\n- EnvGroup rank 0 \(process \d+ on [\d.]+, \w+\) waits for another worker\n +in interact\(\) for",
+        r"\n- ActorGroup rank 0 \(process \d+ on [\d.]+, \w+\) waits for another worker\n +in recv_rollout_trajectories\(\) for",
+        since=time.monotonic() + STALL_S,
     )
+    assert run.output.index("warning: no worker made progress for") < run.output.rindex("no worker made progress for")
     return Interrupted(run, checkpoint_folder(run.log_dir, 1))
 
 
-def test_killed_rollout_worker_leaves_a_checkpoint_to_continue_from(interrupted: Interrupted) -> None:
+def test_stopped_rollout_worker_leaves_a_checkpoint_to_continue_from(interrupted: Interrupted) -> None:
     assert (
         f"to continue from the latest checkpoint: runner.resume_dir={interrupted.checkpoint}" in interrupted.run.output
     )
@@ -129,6 +139,49 @@ def test_two_runs_at_once_that_break_one_after_the_other(start: StartProgram) ->
     second.wait_for("Global Step:    1/")
     os.kill(worker_pid(second, "PhyaiActorWorker"), signal.SIGKILL)
     ends_because(second, r"ActorGroup rank 0 in \w+\(\): its process \d+ on [\d.]+ died without raising anything")
+
+
+@pytest.mark.long
+def test_killed_rollout_worker(start: StartProgram) -> None:
+    program = start("launcher", "runner.save_interval=1", "runner.max_epochs=3")
+    program.wait_for("global_step_1: ")  # saved; the second step begins
+    os.kill(worker_pid(program, "PhyaiRolloutWorker"), signal.SIGKILL)
+    run = ends_because(
+        program,
+        r"RolloutGroup rank 0 in \w+\(\): its process \d+ on [\d.]+ died without raising anything: it was killed",
+    )
+    assert f"runner.resume_dir={checkpoint_folder(run.log_dir, 1)}" in run.output
+
+
+@pytest.mark.long
+def test_worker_in_a_deadlock(start: StartProgram) -> None:
+    """Its event loop is blocked, so no Ray call reaches it; the report shows the line."""
+    program = start(
+        "driver", "runner.save_interval=1", "runner.max_epochs=2", *STALL_SOON, environment={"FAULT": "deadlock@1"}
+    )
+    program.wait_for("Generating Rollout Epochs:   0%", times=2)
+    run = ends_because(
+        program,
+        r"\n- RolloutGroup rank 0 \(process \d+ on [\d.]+, \w+\) is busy, or blocked by itself",
+        r"in generate\(\) for \d+ s; last sign of life: predict train, \d+ s ago",
+        r"tests/integration/faults.py:\d+ in predict_action_batch: lock.acquire\(\)\n",
+        since=time.monotonic() + STALL_S,
+    )
+    assert f"runner.resume_dir={checkpoint_folder(run.log_dir, 1)}" in run.output
+
+
+@pytest.mark.long
+def test_stopped_environment_worker_ends_an_evaluation(start: StartProgram) -> None:
+    program = start("evaluation", *STALL_SOON)
+    program.wait_for("Evaluating Rollout Epochs:   0%")
+    pid = worker_pid(program, "EvaluationEnvWorker")
+    os.kill(pid, signal.SIGSTOP)
+    ends_because(
+        program,
+        rf"\n- EnvGroup rank 0 \(process {pid} on [\d.]+, stopped\) is stopped\n +in evaluate\(\) for \d+ s",
+        r"\n- RolloutGroup rank 0 \(process \d+ on [\d.]+, \w+\) waits for another worker\n +in evaluate\(\) for \d+ s",
+        since=time.monotonic() + STALL_S,
+    )
 
 
 @pytest.mark.long

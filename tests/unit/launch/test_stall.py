@@ -134,6 +134,9 @@ class Worker(signs.SignsOfLife):
         time.sleep(seconds)
 
     async def wait(self, seconds: float) -> None:
+        await self.inner(seconds)
+
+    async def inner(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
 
 
@@ -166,7 +169,10 @@ def test_a_worker_describes_itself_while_its_thread_is_blocked(monkeypatch: pyte
         waiting = asyncio.run_coroutine_threadsafe(worker.wait(1.0), loop)
         time.sleep(0.6)
         suspended = board.signs[-1]
-        assert "in wait: await asyncio.sleep(seconds)" in suspended.stack[-1]
+        assert [line.partition(" in ")[2] for line in suspended.stack] == [
+            "wait: await self.inner(seconds)",
+            "inner: await asyncio.sleep(seconds)",
+        ]
         assert suspended.marks == blocked.marks
         assert suspended.heartbeat > blocked.heartbeat
         waiting.result()
