@@ -198,7 +198,8 @@ def check(
     """Score the same observations with engine and actor; exits with 1 where they disagree."""
     from rlinf_phyai.actor.limits import Limits
     from rlinf_phyai.check import report
-    from rlinf_phyai.check.run import load_config, run_check
+    from rlinf_phyai.check.run import run_check
+    from rlinf_phyai.config_files import load_config
     from rlinf_phyai.errors import PhyaiError
 
     try:
@@ -206,7 +207,7 @@ def check(
         Limits().replaced(limits)  # names and values, before anything is built
         cfg = load_config(config, overrides or [], config_path)
         result = run_check(cfg, envs=envs, steps=steps, limits=limits, simulator=not random)
-    except (PhyaiError, ValueError, FileNotFoundError) as error:
+    except (PhyaiError, ValueError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from error
     report.print_table(result)
@@ -261,13 +262,13 @@ def compare(
     output: Annotated[Path, typer.Option(help="Folder for compare.json.")] = Path("logs/compare"),
 ) -> None:
     """Let the engine and RLinf's own model play the same episodes of env.eval with the same noise, side by side."""
-    from rlinf_phyai.check.run import load_config
+    from rlinf_phyai.config_files import load_config
     from rlinf_phyai.errors import PhyaiError
     from rlinf_phyai.evaluation import paired
 
     try:
         result = paired.run_pair(load_config(config, overrides or [], config_path), envs)
-    except (PhyaiError, ValueError, FileNotFoundError) as error:
+    except (PhyaiError, ValueError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from error
     paired.print_pair(result)
@@ -281,7 +282,10 @@ def compare_evaluations(
     first: Annotated[Path, typer.Argument(help="A: an evaluation.json, or the log folder that holds it.")],
     second: Annotated[Path, typer.Argument(help="B.")],
 ) -> None:
-    """Two evaluations paired by initial state: which episodes did only one policy solve, and is that chance?"""
+    """Two evaluations paired by initial state: which episodes did only one policy solve, and is that chance?
+
+    Of an initial state that an evaluation played several times the first episode counts.
+    """
     from rlinf_phyai.evaluation.report import Evaluation, print_comparison
 
     try:

@@ -6,14 +6,13 @@ Takes a training config: the environments of ``env.eval``, the model of ``actor.
 episode to ``evaluation.json`` in the log folder.
 """
 
-import sys
 from pathlib import Path
 
 import hydra
 from omegaconf import DictConfig
 
 from rlinf_phyai.evaluation.config import for_evaluation
-from rlinf_phyai.launch import absolute_config_path, run_as_program, say, worker_groups
+from rlinf_phyai.launch import run_as_program, run_hydra, say, worker_groups
 
 
 def evaluate(cfg: DictConfig) -> dict[str, float]:
@@ -60,8 +59,7 @@ def _hydra_main(cfg: DictConfig) -> None:
 
 def main() -> None:
     """Entry point of the program."""
-    sys.argv[1:] = absolute_config_path(sys.argv[1:])
-    _hydra_main()
+    run_hydra(_hydra_main)
 
 
 if __name__ == "__main__":

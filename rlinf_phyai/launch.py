@@ -5,6 +5,7 @@ import importlib
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from rlinf_phyai import backends, environment, plugin
+from rlinf_phyai import backends, config_files, environment, plugin
 from rlinf_phyai.calls import CallLog
 from rlinf_phyai.cluster import ray_cluster
 from rlinf_phyai.errors import PhyaiError
@@ -150,6 +151,21 @@ def say(line: str) -> None:
     print(f"[rlinf-phyai] {line}", flush=True)
 
 
+def run_hydra(program: Callable[[], None]) -> None:
+    """A ``hydra.main`` program: relative config paths count from the current folder, a config that cannot be composed is one line."""
+    sys.argv[1:] = absolute_config_path(sys.argv[1:])
+    traceback_wanted = "HYDRA_FULL_ERROR" in os.environ
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra would print a traceback itself and exit
+    file = config_file(sys.argv[1:])
+    try:
+        config_files.explained(file, str(file or "the config"), program)
+    except config_files.ConfigFileError as error:
+        if traceback_wanted:
+            raise
+        say(f"stopped: {error}")
+        sys.exit(1)
+
+
 def run_as_program(function: Callable[[DictConfig], object], cfg: DictConfig) -> None:
     """Call ``function(cfg)`` and turn our own errors into a message and an exit code instead of a traceback."""
     if not cfg:
@@ -163,6 +179,24 @@ def run_as_program(function: Callable[[DictConfig], object], cfg: DictConfig) ->
     except Interrupted as error:
         say(str(error))
         sys.exit(error.exit_code)
+    except Exception:  # a fault of ours, or of RLinf: everything about it, and never mistaken for a config's
+        traceback.print_exc()
+        sys.exit(1)
+
+
+_CONFIG_PATH, _CONFIG_DIR, _CONFIG_NAME = ("--config-path", "-cp"), ("--config-dir", "-cd"), ("--config-name", "-cn")
+
+
+def config_file(arguments: list[str]) -> Path | None:
+    """The file that ``--config-path`` and ``--config-name`` name, or None: then it is left to Hydra to find."""
+    given: dict[str, str] = {}
+    for argument, following in zip(arguments, [*arguments, ""][1:], strict=True):
+        name, equals, value = argument.partition("=")
+        given[name] = value if equals else following
+    folder, name = (next((given[k] for k in keys if k in given), "") for keys in (_CONFIG_PATH, _CONFIG_NAME))
+    if not folder or not name or "://" in folder or any(key in given for key in _CONFIG_DIR):
+        return None
+    return Path(folder) / (name if name.endswith(".yaml") else f"{name}.yaml")
 
 
 def absolute_config_path(arguments: list[str]) -> list[str]:
@@ -170,7 +204,7 @@ def absolute_config_path(arguments: list[str]) -> list[str]:
     result = list(arguments)
     for index, argument in enumerate(result):
         name, equals, value = argument.partition("=")
-        if name not in ("--config-path", "-cp", "--config-dir", "-cd"):
+        if name not in (*_CONFIG_PATH, *_CONFIG_DIR):
             continue
         if equals and value and "://" not in value:
             result[index] = f"{name}={os.path.abspath(value)}"

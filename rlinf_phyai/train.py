@@ -5,14 +5,13 @@ Validates the config, prints it, starts RLinf's workers with the classes of the 
 run, and hands over to RLinf's runner.
 """
 
-import sys
 from typing import Any
 
 import hydra
 from omegaconf import DictConfig
 
 from rlinf_phyai.errors import PhyaiError
-from rlinf_phyai.launch import absolute_config_path, run_as_program, say, worker_groups
+from rlinf_phyai.launch import run_as_program, run_hydra, say, worker_groups
 from rlinf_phyai.shutdown import Interrupted
 
 
@@ -51,8 +50,7 @@ def _hydra_main(cfg: DictConfig) -> None:
 
 def main() -> None:
     """Entry point of the program."""
-    sys.argv[1:] = absolute_config_path(sys.argv[1:])
-    _hydra_main()
+    run_hydra(_hydra_main)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a config's name to a result: builds actor and engine in this process."""
+"""From a config to a result: builds actor and engine in this process."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,36 +12,6 @@ from omegaconf import DictConfig
 from rlinf_phyai.actor.limits import Limits
 from rlinf_phyai.check.compare import Result, check_config, compare, send_weights
 from rlinf_phyai.check.observations import RandomObservations, libero
-
-
-def load_config(config: str, overrides: list[str], config_path: str | None = None) -> DictConfig:
-    """Compose a training config as the training program does.
-
-    Args:
-        config: a name inside ``config_path``, or the path of a ``.yaml`` file.
-        overrides: Hydra overrides.
-
-    Raises:
-        FileNotFoundError: the file does not exist (names the place).
-        ValueError: the file or an override cannot be read, or names what is not there.
-    """
-    from hydra import compose, initialize_config_dir
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
-
-    path = Path(config)
-    if path.suffix == ".yaml":
-        folder, name = path.resolve().parent, path.stem
-    else:
-        folder, name = Path(config_path or "examples/embodiment/config").resolve(), config
-    if not (folder / f"{name}.yaml").is_file():
-        raise FileNotFoundError(f"there is no config {folder / f'{name}.yaml'}; give its path, or --config-path.")
-    try:
-        with initialize_config_dir(str(folder), version_base="1.3"):
-            return compose(name, overrides)
-    except (HydraException, OmegaConfBaseException, YAMLError) as error:
-        raise ValueError(f"{folder / f'{name}.yaml'} with the overrides {overrides}: {error}") from error
 
 
 def run_check(cfg: DictConfig, *, envs: int, steps: int, limits: dict[str, float], simulator: bool) -> Result:

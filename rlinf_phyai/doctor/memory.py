@@ -49,12 +49,14 @@ class Run:
     """The numbers of a config that decide about memory. Batches and environments are those of one process.
 
     Attributes:
+        sizes: which model it is, in words.
         actors, rollouts, environment_workers: per process, the GPUs it uses.
         shards: the FSDP strategy divides the model over the actors.
         actor_offload, rollout_offload: that side leaves the GPU while the other works.
     """
 
     model: PI05Config
+    sizes: str
     dtype: torch.dtype
     cameras: int
     rollout_batch: int

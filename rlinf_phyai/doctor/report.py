@@ -35,7 +35,14 @@ def print_table(findings: Sequence[Finding]) -> None:
     console = Console(width=None if Console().is_terminal else 160)
     console.print(table)
     counts = {status: sum(finding.status == status for finding in findings) for status in _STYLES}
-    console.print(f"{counts['ok']} ok, {counts['warning']} warnings, {counts['error']} errors", highlight=False)
+    console.print(
+        f"{counts['ok']} ok, {_count(counts['warning'], 'warning')}, {_count(counts['error'], 'error')}",
+        highlight=False,
+    )
+
+
+def _count(number: int, name: str) -> str:
+    return f"{number} {name}{'' if number == 1 else 's'}"
 
 
 def write_json(findings: Sequence[Finding], memory: dict[str, Any], path: Path) -> None:

@@ -63,9 +63,12 @@ def findings(
     composed: list[DictConfig] = []
 
     def compose() -> str:
-        from rlinf_phyai.check.run import load_config
+        from rlinf_phyai.config_files import ConfigFileError, load_config
 
-        composed.append(load_config(config, overrides, config_path))
+        try:
+            composed.append(load_config(config, overrides, config_path))
+        except ConfigFileError as error:
+            raise Broken(str(error)) from error
         return config
 
     fix = "name a file of examples/embodiment/config without .yaml, or a path; overrides are key=value without spaces"
@@ -84,12 +87,10 @@ def findings(
             )
             for p in find_problems(cfg, gpus=machine.gpus)
         )
-        if problems:
-            raise Doubtful(f"{len(problems)} to look at", "see the next lines")
         return "nothing to complain about"
 
-    yield Check("config values", validate)()
-    yield from problems
+    checked = Check("config values", validate)()
+    yield from problems or [checked]
     if not any(problem.part.endswith(".model_path") for problem in problems):
         fix = "set actor.model.model_path to a downloaded PI0.5 checkpoint"
         yield Check("checkpoint", lambda: _checkpoint(cfg), fix)()
@@ -131,7 +132,7 @@ def _memory(cfg: DictConfig, machine: Machine, memory: dict[str, Any]) -> Iterat
         same.setdefault(tuple(parts.items()), []).append(rank)
     for items, ranks in same.items():
         name = "GPU memory" if len(same) == 1 else f"GPU memory, {', '.join(map(str, ranks))}"
-        yield Check(name, lambda items=items: _fits(dict(items), machine), _FULL_FIX)()  # type: ignore[misc]
+        yield Check(name, lambda items=items: _fits(dict(items), machine, runs[0].sizes), _FULL_FIX)()  # type: ignore[misc]
     yield Check(
         "host memory",
         lambda: _host(host_gib(runs[0]), machine),
@@ -139,12 +140,12 @@ def _memory(cfg: DictConfig, machine: Machine, memory: dict[str, Any]) -> Iterat
     )()
 
 
-def _fits(parts: Parts, machine: Machine) -> str:
+def _fits(parts: Parts, machine: Machine, sizes: str) -> str:
     total = sum(parts.values())
     listed = ", ".join(f"{name} {size:.1f}" for name, size in parts.items() if size >= 0.05)
-    text = f"about {total:.1f} GiB ({listed})"
+    text = f"about {total:.1f} GiB for {sizes} ({listed})"
     if machine.gpu_gib is None:
-        return f"{text}; no GPU here to compare with"
+        return f"no GPU here to compare with; on one it would take {text}"
     text += f" of {machine.gpu_gib:.0f}"
     if total > machine.gpu_gib:
         raise Broken(text)
@@ -201,6 +202,7 @@ def read_run(cfg: DictConfig, gpus: int) -> Run:
     sharding = str(settings.text("actor.fsdp_config.sharding_strategy") or "no_shard")
     return Run(
         model=replace(model, value_mode=critic),
+        sizes="this checkpoint" if known else "the published sizes (the checkpoint is not here)",
         dtype=dtype,
         cameras=int(openpi.get("num_images_in_input", 2)),
         rollout_batch=min(batch, per_worker),

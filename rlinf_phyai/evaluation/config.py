@@ -5,10 +5,17 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 
 def for_evaluation(cfg: DictConfig) -> None:
-    """Turn a training config into one that RLinf evaluates: it then reads the model from ``rollout.model``."""
+    """Turn a training config into one that RLinf evaluates: it then reads the model from ``rollout.model``.
+
+    A section that is not there stays away, for the validation to name.
+    """
+    runner, actor, rollout = (
+        OmegaConf.select(cfg, key, throw_on_missing=False) for key in ("runner", "actor.model", "rollout.model")
+    )
     with open_dict(cfg):
-        cfg.runner.task_type = "embodied_eval"
-        cfg.runner.only_eval = True
-        if cfg.get("actor") is not None:
+        if isinstance(runner, DictConfig):
+            runner.task_type = "embodied_eval"
+            runner.only_eval = True
+        if isinstance(actor, DictConfig) and isinstance(rollout, DictConfig):
             # The actor's interpolations name actor.model; they stay valid where the section is copied to.
-            cfg.rollout.model = OmegaConf.merge(cfg.actor.model, cfg.rollout.model)
+            cfg.rollout.model = OmegaConf.merge(actor, rollout)

@@ -95,14 +95,26 @@ class Paired:
         return min(1.0, 2 * sum(math.comb(n, i) for i in range(k + 1)) / 2**n)
 
 
+def first_of_each(episodes: Iterable[Episode]) -> list[Episode]:
+    """The first episode of every initial state.
+
+    The last round of an evaluation may begin again at the first states. A policy that acts without noise plays them as before, so
+    a repeated episode says nothing new, and a test that took it for a further coin toss would be too sure.
+    """
+    found: dict[tuple[int, int], Episode] = {}
+    for episode in episodes:
+        found.setdefault((episode.task, episode.trial), episode)
+    return list(found.values())
+
+
 def pair(first: Sequence[Episode], second: Sequence[Episode]) -> Paired:
-    """Episodes paired by task and initial state; those that one side lacks are left out.
+    """Episodes paired by task and initial state, each state once; those that one side lacks are left out.
 
     Raises:
         ValueError: no initial state occurs on both sides.
     """
-    others = {(e.task, e.trial): e.success for e in second}
-    pairs = [(e.success, others[e.task, e.trial]) for e in first if (e.task, e.trial) in others]
+    others = {(e.task, e.trial): e.success for e in first_of_each(second)}
+    pairs = [(e.success, others[e.task, e.trial]) for e in first_of_each(first) if (e.task, e.trial) in others]
     if not pairs:
         raise ValueError("the evaluations share no initial state, so nothing can be paired.")
     count = {kind: pairs.count(kind) for kind in ((True, True), (True, False), (False, True), (False, False))}

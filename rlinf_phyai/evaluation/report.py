@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from rlinf_phyai.evaluation.outcomes import Episode, Paired, Rate, pair, rates
+from rlinf_phyai.evaluation.outcomes import Episode, Paired, Rate, first_of_each, pair, rates
 
 FILE_NAME = "evaluation.json"
 
@@ -92,7 +92,7 @@ def print_evaluation(evaluation: Evaluation) -> None:
 
 
 def print_comparison(first: Evaluation, second: Evaluation) -> Paired:
-    """Two evaluations on the initial states that both saw, task by task.
+    """Two evaluations on the initial states that both saw, task by task, each state once.
 
     Raises:
         ValueError: other suites, or no common initial state.
@@ -114,6 +114,8 @@ def print_comparison(first: Evaluation, second: Evaluation) -> Paired:
     console = _console()
     for name, evaluation in (("A", first), ("B", second)):
         console.print(f"{name}: " + ", ".join(f"{key} {value}" for key, value in evaluation.policy.items()))
+        if repeats := len(evaluation.episodes) - len(first_of_each(evaluation.episodes)):
+            console.print(f"   {repeats} of its episodes repeat an initial state; only the first of each counts")
     console.print(table)
     verdict = "no evidence that they differ" if overall.p_value > 0.05 else "they differ"
     console.print(f"exact McNemar test: p = {overall.p_value:.3g}, {verdict} at the 5% level")

@@ -6,8 +6,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from rlinf_phyai import backends
 from rlinf_phyai.validation.problems import Problem, did_you_mean, one_of, show, warning
-from rlinf_phyai.validation.settings import PHYAI, Settings
+from rlinf_phyai.validation.settings import Settings
 
 RECOMPUTE = "algorithm.recompute_logprobs"
 FIX = "algorithm.importance_sampling_fix"
@@ -111,9 +112,9 @@ def misspelt_keys(s: Settings) -> Iterator[Problem]:
 
 
 def ignored_by_the_stock_backend(s: Settings) -> Iterator[Problem]:
-    """The correction belongs to the phyai actor; with another backend the keys do nothing."""
+    """The correction belongs to the phyai actor; RLinf's own ignores the keys."""
     on = [key for key in (RECOMPUTE, FIX) if s.flag(key)]
-    if s.trains and s.backend != PHYAI and on:
+    if s.trains and s.backend == backends.DEFAULT and on:
         yield warning(
             on[0],
             "true",

@@ -37,7 +37,10 @@ def checkpoint(s: Settings) -> Iterator[Problem]:
         yield Problem(key, show(str(s.get(key))), "a local directory", "download the checkpoint and name its directory")
     elif not path.is_dir():
         found = f"{show(str(path))}, which {'is a file' if path.exists() else 'does not exist'}"
-        fix = f"set {key} to the folder of a downloaded LIBERO checkpoint (README, 'Train the full model')"
+        fix = (
+            f"set {key} to the folder of a downloaded LIBERO checkpoint (README, 'Train the full model'), or write random weights "
+            "there: rlinf-phyai make-tiny-checkpoint for a config with size=tiny, make-random-checkpoint for the full size"
+        )
         yield Problem(key, found, "a checkpoint directory", fix)
     elif not _weights(path):
         yield Problem(
@@ -170,6 +173,8 @@ def norm_stats(s: Settings) -> Iterator[Problem]:
 def tokenizer(s: Settings) -> Iterator[Problem]:
     """The prompt tokenizer must lie in the checkpoint or in openpi's cache."""
     path = s.path(f"{s.model}.model_path")
+    if path is not None and not path.is_dir():
+        return  # reported by the first check; a checkpoint may bring its tokenizer
     cache = Path(os.environ.get("OPENPI_DATA_HOME", "~/.cache/openpi")).expanduser()
     places = [*([path / TOKENIZER] if path is not None else []), cache / TOKENIZER]
     if any(place.is_file() for place in places):
@@ -185,8 +190,10 @@ def tokenizer(s: Settings) -> Iterator[Problem]:
 
 
 def rl_weights(s: Settings) -> Iterator[Problem]:
-    """``runner.ckpt_path`` must name a file."""
-    key = "runner.ckpt_path"
+    """``runner.ckpt_path`` must name a whole ``.pt`` state dict. Its index is read, not its weights."""
+    from rlinf_phyai.models.pi05.checkpoint import load_state_file
+
+    key, allowed = "runner.ckpt_path", "null, or the .pt state dict of an RL run"
     path = s.path(key)
     if path is None:
         return
@@ -197,10 +204,19 @@ def rl_weights(s: Settings) -> Iterator[Problem]:
             if path.is_dir()
             else f"correct {key}, or set it to null"
         )
-        yield Problem(key, found, "null, or the .pt state dict of an RL run", fix)
+        yield Problem(key, found, allowed, fix)
     elif path.suffix != ".pt" or path.stat().st_size == 0:
         found = f"{show(str(path))}, {'an empty file' if path.suffix == '.pt' else 'which is no .pt file'}"
-        yield Problem(key, found, "null, or the .pt state dict of an RL run", f"correct {key}, or set it to null")
+        yield Problem(key, found, allowed, f"correct {key}, or set it to null")
+    else:
+        try:
+            holds = "" if load_state_file(path) else "it holds no tensor"
+        except CheckpointError as error:
+            holds = " ".join(str(error).split())
+        if holds:
+            found = f"{show(str(path))}, {path.stat().st_size} bytes that are no state dict"
+            fix = f"copy the file again where it was cut short, or name another one in {key}"
+            yield Problem(key, found, allowed, fix, holds[:400])
 
 
 def resume_directory(s: Settings) -> Iterator[Problem]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from omegaconf import DictConfig
+
 from rlinf_phyai import backends
 from rlinf_phyai.validation.problems import Problem, did_you_mean, one_of, show, warning
 from rlinf_phyai.validation.settings import Settings
@@ -41,6 +43,18 @@ def rollout_backend(s: Settings) -> Iterator[Problem]:
             did_you_mean(s.backend, names) or "choose an installed backend, or install the package that brings it",
             f"backends are found through the entry-point group {backends.ENTRY_POINT_GROUP!r}",
         )
+
+
+def sections(s: Settings) -> Iterator[Problem]:
+    """A training config has all of RLinf's sections; an evaluation needs neither the actor's nor the algorithm's."""
+    for name in ("runner", "cluster", "env", "rollout", *(("actor", "algorithm") if s.trains else ())):
+        if not isinstance(s.get(name), DictConfig):
+            yield Problem(
+                name,
+                show(s.get(name)) if s.has(name) else "missing",
+                "a section",
+                "start from one of examples/embodiment/config, or take the section from there",
+            )
 
 
 def task_type(s: Settings) -> Iterator[Problem]:
@@ -229,7 +243,7 @@ def other_actors(s: Settings) -> Iterator[Problem]:
         yield Problem(key, "true", "false", fix, reason)
 
 
-CHECKS_ANY = (rollout_backend, reward_model, other_actors)
+CHECKS_ANY = (sections, rollout_backend, reward_model, other_actors)
 CHECKS = (
     task_type,
     model_type,

@@ -17,8 +17,8 @@ from rlinf_phyai.actor.limits import Limits
 from rlinf_phyai.check import report
 from rlinf_phyai.check.compare import Result, check_config, compare, send_weights
 from rlinf_phyai.check.observations import RandomObservations
-from rlinf_phyai.check.run import load_config
 from rlinf_phyai.cli import app
+from rlinf_phyai.config_files import load_config
 from rlinf_phyai.models.pi05.stated_sizes import TINY_SIZES
 from rlinf_phyai.models.pi05.tiny import make_tiny_checkpoint
 

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from rlinf_phyai.cli import app
 from rlinf_phyai.doctor.finding import Finding
 from rlinf_phyai.doctor.memory import actor_parts, engine_parts, published
+from rlinf_phyai.doctor.report import print_table
 from rlinf_phyai.doctor.run_config import Machine, findings
 
 FULL = "libero_spatial_ppo_openpi_pi05_phyai"
@@ -68,10 +69,45 @@ def test_problems_of_the_config_are_lines_of_the_table(
     examine: Any, overrides: list[str], part: str, message: str
 ) -> None:
     found, _ = examine(TINY, *overrides)
-    assert found["config values"].status == "warning"
+    assert "config values" not in found
     assert found[part].status == "error"
     assert message in found[part].detail
     assert found[part].fix
+
+
+def test_an_unknown_backend_is_one_line(examine: Any) -> None:
+    """Nothing is known of it, so nothing is said of what it would ignore."""
+    found, _ = examine(TINY, "rollout.rollout_backend=foo")
+    unusual = {part: finding for part, finding in found.items() if finding.status != "ok"}
+    assert list(unusual) == ["rollout.rollout_backend"]
+    assert unusual["rollout.rollout_backend"].status == "error"
+    assert "huggingface or phyai" in unusual["rollout.rollout_backend"].detail
+
+
+@pytest.mark.parametrize("config", sorted(file.stem for file in CONFIGS.glob("*.yaml")))
+def test_the_examples_on_a_machine_without_a_gpu(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every line is a fact: each error is one, and the estimate says which sizes it is for."""
+    monkeypatch.chdir(tmp_path)
+    found = list(findings(config, [], str(CONFIGS), Machine(0, None, 10_000.0), {}))
+    model = next(finding for finding in found if finding.part.endswith("model_path"))
+    assert "does not exist" in model.detail
+    assert "make-tiny-checkpoint" in model.fix
+    assert len([finding for finding in found if finding.part == model.part]) == 1
+    assert not [finding for finding in found if finding.status == "warning"]
+    (memory,) = (finding for finding in found if finding.part.startswith("GPU memory"))
+    assert memory.detail.startswith("no GPU here to compare with; on one it would take about")
+    assert "the published sizes (the checkpoint is not here)" in memory.detail
+
+
+def test_counts_of_one_and_of_many(capsys: pytest.CaptureFixture[str]) -> None:
+    ok, doubtful, broken = (Finding("part", status, "detail") for status in ("ok", "warning", "error"))
+    for lines, count in (
+        ([ok, doubtful, broken], "1 ok, 1 warning, 1 error"),
+        ([ok, doubtful, doubtful, broken, broken], "1 ok, 2 warnings, 2 errors"),
+        ([ok], "1 ok, 0 warnings, 0 errors"),
+    ):
+        print_table(lines)
+        assert capsys.readouterr().out.splitlines()[-1] == count
 
 
 def test_a_config_that_does_not_exist(examine: Any) -> None:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from rlinf_phyai.cli import app
 from rlinf_phyai.evaluation.outcomes import Episode, Paired, Rate, pair, rates
-from rlinf_phyai.evaluation.report import Evaluation, print_evaluation
+from rlinf_phyai.evaluation.report import Evaluation, print_comparison, print_evaluation
 
 SENTENCES = ["pick up the bowl", "open the drawer"]
 
@@ -57,6 +57,28 @@ def test_pairs_are_of_the_same_initial_state() -> None:
     assert found.difference == 0.0
     with pytest.raises(ValueError, match="share no initial state"):
         pair(first, episodes((2, 0, True)))
+
+
+@pytest.mark.parametrize("side", ["first", "second", "both"])
+def test_an_initial_state_counts_once(side: str) -> None:
+    once = episodes((0, 0, True), (0, 1, False), (1, 0, False))
+    twice = [*once, *episodes((0, 1, True), (0, 0, False), (0, 0, True))]
+    other = episodes((0, 0, False), (0, 1, True), (1, 0, False))
+    expected = pair(once, other)
+    assert expected == Paired(both=0, only_first=1, only_second=1, neither=1)
+    first = once if side == "second" else twice
+    second = other if side == "first" else [*other, *episodes((0, 0, True))]
+    assert pair(first, second) == expected
+
+
+def test_the_comparison_says_how_many_episodes_repeat_a_state(capsys: pytest.CaptureFixture[str]) -> None:
+    once = episodes((0, 0, True), (1, 0, False))
+    a = Evaluation("libero_goal", SENTENCES, {"backend": "phyai"}, [*once, *once[:1]])
+    b = Evaluation("libero_goal", SENTENCES, {"backend": "huggingface"}, once)
+    assert print_comparison(a, b).episodes == 2
+    lines = capsys.readouterr().out.splitlines()
+    assert "1 of its episodes repeat an initial state; only the first of each counts" in lines[1]
+    assert sum("repeat" in line for line in lines) == 1
 
 
 @pytest.mark.parametrize(

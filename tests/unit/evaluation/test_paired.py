@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rlinf_phyai.check.observations import RandomObservations
-from rlinf_phyai.check.run import load_config
+from rlinf_phyai.config_files import load_config
 from rlinf_phyai.evaluation.config import for_evaluation
 from rlinf_phyai.evaluation.outcomes import Episode
 from rlinf_phyai.evaluation.paired import PairedResult, StockPolicy, play_both, print_pair, write_pair

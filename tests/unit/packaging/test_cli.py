@@ -197,14 +197,6 @@ def test_overrides_that_cannot_be_used(command: str, override: str, repository: 
     assert f"{TINY}.yaml with the overrides ['{override}']" in result.output
 
 
-@pytest.mark.parametrize("content", ["a: [", "- a"], ids=["broken", "list"])
-def test_a_config_that_is_none(content: str, tmp_path: Path) -> None:
-    (tmp_path / "own.yaml").write_text(content)
-    result = CliRunner().invoke(app, ["check", str(tmp_path / "own.yaml")])
-    assert result.exit_code == 2, result.exception
-    assert "own.yaml" in result.output
-
-
 def test_findings_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     options = ["--only-config", "--json", str(tmp_path / "file" / "findings.json")]

@@ -12,7 +12,7 @@ import torch
 from rlinf_phyai.actor.limits import Limits
 from rlinf_phyai.check.compare import check_config, compare, send_weights
 from rlinf_phyai.check.observations import RandomObservations
-from rlinf_phyai.check.run import load_config
+from rlinf_phyai.config_files import load_config
 from rlinf_phyai.engine import CheckpointError
 from rlinf_phyai.models.pi05.checkpoint import LM_HEAD
 from rlinf_phyai.models.pi05.configuration import PI05Config

@@ -60,6 +60,10 @@ def annealed(*params: float) -> dict[str, Any]:
 ERRORS = [
     # -- kind of run
     change_one("rollout_backend", "rollout.rollout_backend", "phyia", "'phyia'", "huggingface", "did you mean phyai?"),
+    Case(
+        "sections", "algorithm", {**STOCK, "algorithm": REMOVED}, ("missing", "a section", "examples/embodiment/config")
+    ),
+    Case("sections", "rollout", {"rollout": [1]}, ("[1]", "a section")),
     change_one("task_type", "runner.task_type", "reasoning", "'reasoning'", "embodied or embodied_eval"),
     change_one("task_type", "runner.task_type", REMOVED, "missing"),
     Case(

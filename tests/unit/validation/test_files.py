@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The checks that look at files: every message names the exact path."""
 
+import io
 import json
+import resource
 import shutil
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -51,8 +54,12 @@ def the_problem(config: MakeConfig, path: Path | str, **changes: object) -> Prob
 
 def test_missing_directory_lists_every_place_looked_at(config: MakeConfig, tmp_path: Path) -> None:
     reports = {p.check: str(p) for p in problems_of(config, tmp_path / "nowhere")}
-    assert set(reports) == {"checkpoint", "tokenizer"}
+    assert set(reports) == {"checkpoint"}  # whether it brings its tokenizer along is not known
     assert f"'{tmp_path / 'nowhere'}', which does not exist" in reports["checkpoint"]
+    assert "make-tiny-checkpoint" in reports["checkpoint"]
+    (tmp_path / "nowhere").mkdir()
+    reports = {p.check: str(p) for p in problems_of(config, tmp_path / "nowhere")}
+    assert {"checkpoint", "tokenizer"} <= set(reports)
     assert str(tmp_path / "nowhere/big_vision/paligemma_tokenizer.model") in reports["tokenizer"]
     assert str(tmp_path / "no_cache/big_vision/paligemma_tokenizer.model") in reports["tokenizer"]
 
@@ -224,8 +231,59 @@ def test_weights_of_an_rl_run(config: MakeConfig, checkpoint: Path) -> None:
     file.touch()
     assert "an empty file" in str(the_problem(config, checkpoint, runner__ckpt_path=str(file)))
     assert "no .pt file" in str(the_problem(config, checkpoint, runner__ckpt_path=str(checkpoint / "config.json")))
-    torch.save({}, file)
+    torch.save({"action_in_proj.bias": torch.zeros(64)}, file)
     assert problems_of(config, checkpoint, runner__ckpt_path=str(file)) == []
+
+
+def cut_short(content: bytes) -> bytes:
+    return content[: len(content) // 2]
+
+
+def broken_index(content: bytes) -> bytes:
+    start = content.index(b"data.pkl") + 64
+    return content[:start] + bytes(64) + content[start + 64 :]
+
+
+def saved(state: object) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        (cut_short, "central directory"),
+        (lambda content: content[:-1], "central directory"),
+        (broken_index, "cannot be read"),
+        (lambda content: b"<html>not found</html>" * 99, "cannot be read"),
+        (lambda content: saved({}), "it holds no tensor"),
+        (lambda content: saved({"model": {"a": torch.zeros(1)}}), "no flat mapping"),
+        (lambda content: saved([torch.zeros(1)]), "no flat mapping"),
+        (lambda content: saved(Path("/")), "cannot be read"),
+    ],
+    ids=["half", "one byte short", "broken index", "a web page", "empty", "nested", "list", "an object"],
+)
+def test_rl_weights_that_no_worker_could_read(
+    change: Callable[[bytes], bytes], cause: str, config: MakeConfig, checkpoint: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "full_weights.pt"
+    file.write_bytes(change(saved({"action_in_proj.bias": torch.zeros(64)})))
+    problem = the_problem(config, checkpoint, runner__ckpt_path=str(file))
+    assert (problem.check, problem.key) == ("rl_weights", "runner.ckpt_path")
+    assert f"'{file}', {file.stat().st_size} bytes" in problem.found
+    assert cause in problem.reason
+    assert "copy the file again" in problem.fix
+    assert "\n" not in problem.reason
+
+
+def test_weights_are_not_read(config: MakeConfig, checkpoint: Path, tmp_path: Path) -> None:
+    """Gigabytes of a state dict must not pass through the check: its tensors stay pages of the file."""
+    file = tmp_path / "full_weights.pt"
+    torch.save({"action_in_proj.weight": torch.zeros(64 << 20)}, file)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert problems_of(config, checkpoint, runner__ckpt_path=str(file)) == []
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10  # kibibytes; the file has 256 MiB
 
 
 def test_resume_directory(config: MakeConfig, checkpoint: Path, tmp_path: Path) -> None:

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a config's name to a composed config, and one line for whatever is wrong with the file or the overrides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from rlinf_phyai.errors import PhyaiError
+
+_ALLOWED = "a training config is a mapping of sections, as in examples/embodiment/config"
+
+
+class ConfigFileError(PhyaiError, ValueError):
+    """A config cannot be composed: its file, one that it includes, or an override cannot be used."""
+
+
+def load_config(config: str, overrides: list[str], config_path: str | None = None) -> DictConfig:
+    """Compose a training config as the training program does.
+
+    Args:
+        config: a name inside ``config_path``, or the path of a ``.yaml`` file.
+        overrides: Hydra overrides.
+
+    Raises:
+        ConfigFileError: the file does not exist or holds no config, or an override names what is not there.
+    """
+    from hydra import compose, initialize_config_dir
+
+    path = Path(config)
+    if path.suffix == ".yaml":
+        folder, name = path.resolve().parent, path.stem
+    else:
+        folder, name = Path(config_path or "examples/embodiment/config").resolve(), config
+    file = folder / f"{name}.yaml"
+
+    def composed() -> DictConfig:
+        with initialize_config_dir(str(folder), version_base="1.3"):
+            return compose(name, overrides)
+
+    return explained(file, f"{file} with the overrides {overrides}", composed)
+
+
+def explained(file: Path | None, where: str, compose: Callable[[], Any]) -> Any:
+    """``compose()``, its errors told in one line.
+
+    Args:
+        file: the config's own file, looked at first; None where only Hydra knows it.
+        where: what is being composed, for messages.
+
+    Raises:
+        ConfigFileError: see :func:`load_config`.
+    """
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    if file is not None:
+        _check(file)
+    try:
+        return compose()
+    except (HydraException, OmegaConfBaseException) as error:
+        # The rest of Hydra's message lists the folders that it searched.
+        text = " ".join(str(error).partition("Config search path:")[0].split())
+        raise ConfigFileError(f"{where}: {text}") from error
+    except YAMLError as error:
+        raise ConfigFileError(f"{where}: a file that it includes is no valid YAML: {_place(error)}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigFileError(f"{where}: a file that it includes is no UTF-8 text ({error.reason})") from error
+
+
+def _check(file: Path) -> None:
+    import yaml
+
+    if file.is_dir():
+        raise ConfigFileError(f"{file} is a directory; name a .yaml file.")
+    if not file.is_file():
+        raise ConfigFileError(f"there is no config {file}; give its path, or --config-path.")
+    try:
+        content = yaml.compose(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigFileError(f"{file} cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise ConfigFileError(f"{file} is no UTF-8 text ({error.reason}); {_ALLOWED}.") from error
+    except yaml.YAMLError as error:
+        raise ConfigFileError(f"{file} is no valid YAML: {_place(error)}.") from error
+    if content is None:
+        raise ConfigFileError(f"{file} is empty; {_ALLOWED}.")
+    if not isinstance(content, yaml.MappingNode):
+        found = "a list" if isinstance(content, yaml.SequenceNode) else "a single value"
+        raise ConfigFileError(f"{file} holds {found}; {_ALLOWED}.")
+
+
+def _place(error: Any) -> str:
+    """What a YAML parser found, and where, on one line."""
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return " ".join(str(error).split())
+    where = f"line {mark.line + 1}, column {mark.column + 1}"
+    return f"{where if mark.name.startswith('<') else f'{mark.name}, {where}'}: {error.problem}"

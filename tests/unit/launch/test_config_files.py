@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configs that are none: every program and command says so in one line, never with a traceback."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from rlinf_phyai import config_files, launch
+from rlinf_phyai.cli import app
+
+NONE: dict[str, tuple[bytes | None, str]] = {
+    "missing": (None, "there is no config"),
+    "empty": (b"", "is empty; a training config is a mapping of sections"),
+    "comments": (b"# nothing\n", "is empty"),
+    "list": (b"- a\n- b\n", "holds a list"),
+    "text": (b"just text\n", "holds a single value"),
+    "broken": (b"a: 1\nb: [1\nc: 2\n", "is no valid YAML: line 3, column 2: expected ',' or ']', but got ':'"),
+    "binary": (b"\xff\xfe\x00", "is no UTF-8 text"),
+    "unknown default": (b"defaults:\n  - nowhere\n", "Could not load 'nowhere'"),
+    "other sections": (b"a: 1\n", "cluster"),  # a list of problems that names each section
+}
+
+
+@pytest.fixture(params=list(NONE))
+def broken(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str]:
+    """A config file and what is to be said of it."""
+    content, message = NONE[request.param]
+    if content is not None:
+        (tmp_path / "own.yaml").write_bytes(content)
+    return tmp_path / "own.yaml", message
+
+
+@pytest.mark.parametrize("command", ["check", "compare", "doctor"])
+def test_commands(command: str, broken: tuple[Path, str]) -> None:
+    file, message = broken
+    options = ["--only-config"] if command == "doctor" else []
+    result = CliRunner().invoke(app, [command, str(file), *options], terminal_width=1000)
+    assert result.exit_code == (1 if command == "doctor" else 2), result.exception
+    assert isinstance(result.exception, SystemExit)
+    assert message in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("command", ["check", "compare", "doctor"])
+def test_a_directory(command: str, tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").mkdir()
+    options = ["--only-config"] if command == "doctor" else []
+    result = CliRunner().invoke(app, [command, str(tmp_path / "own.yaml"), *options])
+    assert isinstance(result.exception, SystemExit)
+    assert "is a directory; name a .yaml file" in " ".join(result.output.split())
+
+
+def run(program: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", f"rlinf_phyai.{program}", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | environment)
+
+
+@pytest.mark.parametrize("program", ["train", "eval"])
+@pytest.mark.parametrize("kind", ["list", "broken", "other sections"])
+def test_programs(program: str, kind: str, tmp_path: Path) -> None:
+    content, message = NONE[kind]
+    (tmp_path / "own.yaml").write_bytes(content or b"")
+    result = run(program, "--config-path", str(tmp_path), "--config-name", "own")
+    assert result.returncode == 1
+    assert result.stdout.startswith("[rlinf-phyai] stopped: ")
+    assert message in result.stdout
+    assert "Traceback" not in result.stdout + result.stderr
+    assert kind == "other sections" or len(result.stdout.splitlines()) == 1
+
+
+def test_the_program_shows_hydras_traceback_on_request(tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text("defaults:\n  - nowhere\n")
+    arguments = ("--config-path", str(tmp_path), "--config-name", "own")
+    short, full = run("train", *arguments), run("train", *arguments, HYDRA_FULL_ERROR="1")
+    assert short.returncode == full.returncode == 1
+    assert short.stdout.count("\n") == 1
+    assert "Could not load 'nowhere'" in short.stdout
+    assert "MissingConfigException" in full.stderr
+
+
+def test_a_file_that_a_config_includes(tmp_path: Path) -> None:
+    (tmp_path / "part").mkdir()
+    (tmp_path / "part" / "one.yaml").write_text("a: [")
+    (tmp_path / "own.yaml").write_text("defaults:\n  - part: one\n")
+    with pytest.raises(config_files.ConfigFileError, match=r"a file that it includes.*one\.yaml, line 1"):
+        config_files.load_config(str(tmp_path / "own.yaml"), [])
+
+
+def test_the_file_of_a_command_line(tmp_path: Path) -> None:
+    file = tmp_path / "own.yaml"
+    assert launch.config_file(["--config-path", str(tmp_path), "--config-name", "own", "a=b"]) == file
+    assert launch.config_file([f"--config-path={tmp_path}", "-cn", "own.yaml"]) == file
+    for unknown in (
+        [],
+        ["--config-name", "own"],
+        ["-cp", "pkg://x", "-cn", "own"],
+        ["-cp", "a", "-cd", "b", "-cn", "c"],
+    ):
+        assert launch.config_file(unknown) is None
+
+
+def test_a_fault_of_the_program_is_no_fault_of_the_config(capsys: pytest.CaptureFixture[str]) -> None:
+    from omegaconf import OmegaConf
+
+    with pytest.raises(SystemExit) as exit_:
+        launch.run_as_program(lambda cfg: cfg.nowhere.deep, OmegaConf.create({"a": 1}))
+    assert exit_.value.code == 1
+    assert "Traceback" in capsys.readouterr().err
