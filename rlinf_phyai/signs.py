@@ -28,14 +28,19 @@ from typing import Any
 
 PERIOD_S = 2.0  # between two publications
 _FRAMES = 8  # innermost ones that are published
-_MACHINERY = (
+_MACHINERY = (  # its frames say nothing about a call
     "/ray/",
     "/asyncio/",
     "/threading.py",
     "/selectors.py",
     "/concurrent/futures/",
-)  # says nothing about a call
-_MEETING_POINTS = ("/rlinf/scheduler/", "/torch/distributed/distributed_c10d.py")  # a worker waits for another one
+    "/rlinf/scheduler/worker/",
+)
+_MEETING_POINTS = (  # its code waits for another worker
+    "/rlinf/scheduler/channel/",
+    "/rlinf/scheduler/collective/",
+    "/torch/distributed/distributed_c10d.py",
+)
 
 
 class _Reached:
@@ -67,7 +72,7 @@ class Sign:
         age: seconds since then.
         cpu: seconds of CPU time that the process used since then.
         stack: where the thread that does the calls stands, innermost frame last; of a suspended call, where it awaits.
-        waits: that place is a channel or a collective operation, which takes another worker.
+        waits: that place lies in a channel or a collective operation, which takes another worker.
     """
 
     host: str
@@ -187,7 +192,7 @@ def _publish(name: str, board: Any, where: _Place) -> None:
                 age=time.monotonic() - _Reached.when,
                 cpu=time.process_time() - cpu,
                 stack=shown(stack),
-                waits=bool(stack) and any(part in stack[-1].f_code.co_filename for part in _MEETING_POINTS),
+                waits=any(part in frame.f_code.co_filename for frame in stack for part in _MEETING_POINTS),
             )
             board.publish.remote(name, sign)
         except Exception:  # a worker that falls silent looks dead: say why, and go on

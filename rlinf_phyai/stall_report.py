@@ -95,7 +95,7 @@ class _Condition:
         yield f"- {self.name} (process {sign.pid} on {sign.address}{state}) {self._does(sign)}"
         yield f"    {called}; last sign of life: {sign.last or 'its start'}, {self.age():.0f} s ago"
         if sign.stack:
-            yield f"    its Python code {'is' if self.answers() else 'was last seen'} at:"
+            yield f"    its Python code {'is' if self.answers() else f'was, {self.silent:.0f} s ago,'} at:"
             yield from (f"      {line}" for line in sign.stack)
 
     def _does(self, sign: Sign) -> str:

@@ -7,7 +7,6 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -125,23 +124,37 @@ class Board:
         assert worker == "Group rank 3"
         self.signs.append(sign)
 
+    def next(self, line: str) -> Sign:
+        """The next sign with a frame that shows ``line``."""
+        deadline, seen = time.monotonic() + 60, len(self.signs)
+        while time.monotonic() < deadline:
+            for sign in self.signs[seen:]:
+                if any(line in one for one in sign.stack):
+                    return sign
+            time.sleep(0.02)
+        pytest.fail(f"no sign with {line!r}; the last one is {self.signs[-1:]}")
+
 
 class Worker(signs.SignsOfLife):
     _group_name, _rank = "Group", 3
 
-    def block(self, seconds: float) -> None:
+    def block(self, release: threading.Event) -> None:
         signs.mark("chunk step", 4)
-        time.sleep(seconds)
+        while not release.is_set():
+            time.sleep(0.01)
 
-    async def wait(self, seconds: float) -> None:
-        await self.inner(seconds)
+    async def wait(self, release: asyncio.Event) -> None:
+        await self.inner(release)
 
-    async def inner(self, seconds: float) -> None:
-        await asyncio.sleep(seconds)
+    async def inner(self, release: asyncio.Event) -> None:
+        await release.wait()
 
 
-@contextmanager
-def loop_in_a_thread() -> Iterator[asyncio.AbstractEventLoop]:
+@pytest.fixture
+def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[asyncio.AbstractEventLoop]:
+    """It runs in a thread of its own, as in a Ray worker, and signs come quickly."""
+    monkeypatch.setattr(signs, "PERIOD_S", 0.05)
+    monkeypatch.setattr(signs, "_address", lambda: ("node", "10.0.0.1"))
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
@@ -151,31 +164,51 @@ def loop_in_a_thread() -> Iterator[asyncio.AbstractEventLoop]:
     loop.close()
 
 
-def test_a_worker_describes_itself_while_its_thread_is_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(signs, "PERIOD_S", 0.05)
-    monkeypatch.setattr(signs, "_address", lambda: ("node", "10.0.0.1"))
-    worker, board = Worker(), Board()
-    with loop_in_a_thread() as loop:
-        asyncio.run_coroutine_threadsafe(worker.give_signs(board), loop).result()
+@pytest.fixture
+def board(loop: asyncio.AbstractEventLoop) -> Board:
+    """Where a worker publishes whose calls run in ``loop``."""
+    board = Board()
+    asyncio.run_coroutine_threadsafe(Worker().give_signs(board), loop).result()
+    return board
 
-        loop.call_soon_threadsafe(worker.block, 1.0)
-        time.sleep(0.6)
-        blocked = board.signs[-1]
-        assert "in block: time.sleep(seconds)" in blocked.stack[-1]
-        assert blocked.last == "chunk step 4"
-        assert 0.3 < blocked.age < 1.0
-        time.sleep(0.6)
 
-        waiting = asyncio.run_coroutine_threadsafe(worker.wait(1.0), loop)
-        time.sleep(0.6)
-        suspended = board.signs[-1]
-        assert [line.partition(" in ")[2] for line in suspended.stack] == [
-            "wait: await self.inner(seconds)",
-            "inner: await asyncio.sleep(seconds)",
-        ]
-        assert suspended.marks == blocked.marks
-        assert suspended.heartbeat > blocked.heartbeat
-        waiting.result()
+def test_a_worker_describes_itself_while_its_thread_is_blocked(loop: asyncio.AbstractEventLoop, board: Board) -> None:
+    release = threading.Event()
+    loop.call_soon_threadsafe(Worker().block, release)
+    first = board.next("in block: time.sleep(0.01)")
+    time.sleep(0.2)
+    second = board.next("in block: time.sleep(0.01)")
+    release.set()
+    assert second.last == "chunk step 4"
+    assert second.age >= 0.2
+    assert second.marks == first.marks
+    assert second.heartbeat > first.heartbeat
+    assert not second.waits
+
+
+def test_a_worker_says_where_a_suspended_call_awaits(loop: asyncio.AbstractEventLoop, board: Board) -> None:
+    release = asyncio.Event()
+    waiting = asyncio.run_coroutine_threadsafe(Worker().wait(release), loop)
+    suspended = board.next("in inner: await release.wait()")
+    assert "in wait: await self.inner(release)" in suspended.stack[-2]
+    assert not suspended.waits
+    loop.call_soon_threadsafe(release.set)
+    waiting.result()
+
+
+def test_a_worker_says_that_it_waits_for_another(loop: asyncio.AbstractEventLoop, board: Board) -> None:
+    """In what RLinf's channels return, by its two ways to wait."""
+    from rlinf.scheduler.collective.async_work import AsyncFuncWork
+
+    message = AsyncFuncWork(lambda: None)
+    suspended = asyncio.run_coroutine_threadsafe(message.async_wait(), loop)
+    assert board.next("in async_wait: ").waits
+    loop.call_soon_threadsafe(message.wait)
+    blocked = board.next("in wait: self._done.wait()")
+    assert blocked.waits
+    assert not any("async_wait" in line for line in blocked.stack)  # the call that runs, not the suspended one
+    message._done.set_result(True)
+    suspended.result()
 
 
 def test_an_end_told_by_another_thread_is_the_reason() -> None:
