@@ -2,9 +2,11 @@
 """Rescoring and training time of the actor, by stage, full size on one GPU.
 
     python -m benchmarks.actor --samples 512 --micro-batch 128
+    python -m benchmarks.actor --samples 3072 --choices fused fused+auto --hold-gib 40
 
 Compared are RLinf's dense prefix, the prefix on real tokens by the actor's own modules and by the engine's kernels (``fused``),
-with kept prefixes (``+cache``), and without a critic (``+nocritic``, as in GRPO). Random weights and images; RLinf's own FSDP
+with kept prefixes (``+cache``: a fixed memory; ``+auto``: what is free, from the second step on; ``--hold-gib``: another process
+takes a part of the GPU meanwhile), and without a critic (``+nocritic``, as in GRPO). Random weights and images; RLinf's own FSDP
 wrapping, optimizer and losses. Each figure includes everything the worker does for a micro-batch: indexing, input transforms,
 transfers, forward, and for training the loss, backward pass and optimizer. What lies outside all stages is ``host and transfers``.
 """
@@ -12,8 +14,10 @@ transfers, forward, and for training the loss, backward pass and optimizer. What
 from __future__ import annotations
 
 import argparse
+import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +30,7 @@ from benchmarks.common import RESULTS, random_actor, write_json
 from benchmarks.inputs import PROMPT_LENGTHS
 from benchmarks.stages import actor_stages
 
-CHOICES = ("dense", "real_tokens", "fused", "fused+cache", "fused+nocritic")
+CHOICES = ("dense", "real_tokens", "fused", "fused+cache", "fused+auto", "fused+nocritic")
 CHUNKS = 8  # chunk steps T of the synthetic step
 FSDP = Path(__file__).resolve().parents[1] / "examples/embodiment/config/training_backend/fsdp.yaml"
 
@@ -75,7 +79,8 @@ def config(choice: str, micro_batch: int, samples: int, cache_gib: float, kernel
     cfg.actor.fsdp_config = OmegaConf.load(FSDP)
     prefix, _, variant = choice.partition("+")
     cfg.rollout.phyai.actor_prefix, cfg.rollout.phyai.kernel_policy = prefix, kernel_policy
-    cfg.rollout.phyai.actor_prefix_cache_gib = cache_gib if variant == "cache" else 0.0
+    kept: dict[str, float | str] = {"cache": cache_gib, "auto": "auto"}
+    cfg.rollout.phyai.actor_prefix_cache_gib = kept.get(variant, 0.0)
     if variant == "nocritic":
         cfg.algorithm.merge_with({"adv_type": "grpo", "loss_type": "actor", "group_size": 2})
     cfg.actor.micro_batch_size, cfg.actor.global_batch_size = micro_batch, samples
@@ -155,16 +160,19 @@ def seconds(function: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def measure(model: Any, batch: dict[str, Any], args: argparse.Namespace, choice: str) -> dict[str, Any]:
-    """Times of the last of ``args.rounds`` steps; metrics of the first, which has learnt nothing yet."""
+    """Times and memory of the last of ``args.rounds`` steps; metrics of the first, which has learnt nothing yet."""
     from rlinf_phyai.actor.in_process import in_process_actor
 
     cfg = config(choice, args.micro_batch, args.samples, args.cache_gib, args.kernel_policy)
-    actor = in_process_actor(cfg, model_provider=lambda worker: model)
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
     found: dict[str, Any] = {}
+    if torch.cuda.is_available():
+        found["gib_before"] = torch.cuda.memory_allocated() / 2**30  # the model; more is left from the choice before
+    actor = in_process_actor(cfg, model_provider=lambda worker: model)
+    deviations = []
     with actor_stages(actor, model) as stages:
         for _ in range(args.rounds):
+            if torch.cuda.is_available():
+                torch.cuda.reset_peak_memory_stats()
             actor.rollout_batch = actor._process_received_rollout_batch(copy_batch(batch))
             stages.take()
             for part, work in (("rescoring", actor.compute_advantages_and_returns), ("training", actor.run_training)):
@@ -176,9 +184,41 @@ def measure(model: Any, batch: dict[str, Any], args: argparse.Namespace, choice:
                 found[f"{part}_ms_per_observation"] = taken / args.samples * 1e3
                 found[f"{part}_stages"] = {name: ms / args.samples for name, ms in by_stage.items()}
             found.setdefault("metrics", {k: v for k, v in result.items() if k.startswith("actor/")})
+            deviations.append(result["actor/first_update/ratio_max_dev"])
+            found["prefixes_kept"] = result.get("actor/prefixes_kept", 0.0)
+    found["ratio_max_dev"] = max(deviations)  # of any step
+    found["budget"] = str(actor._kept_prefixes.budget)
     if torch.cuda.is_available():
         found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        found["peak_reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
     return found
+
+
+@contextmanager
+def held_by_another_process(gib: float) -> Iterator[None]:
+    """Inside the block another process holds so much of the GPU's memory."""
+    if not gib:
+        yield
+        return
+    context = torch.multiprocessing.get_context("spawn")
+    ready, done = context.Event(), context.Event()
+    process = context.Process(target=_hold, args=(gib, ready, done), daemon=True)
+    process.start()
+    try:
+        while not ready.wait(1):
+            if not process.is_alive():
+                raise RuntimeError(f"the process that should hold {gib:g} GiB ended with {process.exitcode}")
+        yield
+    finally:
+        done.set()
+        process.join(60)
+
+
+def _hold(gib: float, ready: Any, done: Any) -> None:
+    memory = torch.empty(int(gib * 2**30), dtype=torch.uint8, device="cuda")
+    ready.set()
+    done.wait()
+    del memory
 
 
 def main() -> None:
@@ -189,6 +229,7 @@ def main() -> None:
     parser.add_argument("--cache-gib", type=float, default=64.0, help="memory for kept prefixes (+cache)")
     parser.add_argument("--kernel-policy", default="rlinf_bf16", help="of the fused prefix")
     parser.add_argument("--rounds", type=int, default=2, help="steps; the last one is reported")
+    parser.add_argument("--hold-gib", type=float, default=0.0, help="GPU memory that another process holds meanwhile")
     parser.add_argument("--output", type=Path, default=RESULTS / "actor.json")
     args = parser.parse_args()
 
@@ -203,8 +244,10 @@ def main() -> None:
         model = random_actor(device=device)
         set_transforms(model)
         batch = batch or make_batch(model, args.samples)
-        results[prefix] = measure(model, batch, args, prefix)
+        with held_by_another_process(args.hold_gib):
+            results[prefix] = measure(model, batch, args, prefix)
         del model
+        gc.collect()  # worker and model refer to each other
         scores[prefix] = results[prefix].pop("logprobs")
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -225,18 +268,31 @@ def print_tables(results: dict[str, Any], args: argparse.Namespace) -> None:
     """The choices' totals, and milliseconds per observation by stage."""
     console = Console()
     table = Table(title=f"Actor, {args.samples} observations, micro-batch {args.micro_batch}")
-    for column in ("prefix", "rescoring ms/obs", "training ms/obs", "ratio max dev", "gap to dense", "peak GiB"):
+    columns = (
+        "rescoring ms/obs",
+        "training ms/obs",
+        "ratio max dev",
+        "gap to dense",
+        "kept",
+        "peak GiB",
+        "reserved GiB",
+    )
+    for column in ("prefix", *columns):
         table.add_column(column)
     for choice, row in results.items():
         table.add_row(
             choice,
             f"{row['rescoring_ms_per_observation']:.2f}",
             f"{row['training_ms_per_observation']:.2f}",
-            f"{row['metrics']['actor/first_update/ratio_max_dev']:g}",
+            f"{row['ratio_max_dev']:g}",
             f"{row['logprob_gap_to_dense']['mean']:.5f}" if "logprob_gap_to_dense" in row else "",
+            f"{row['prefixes_kept']:.0%}",
             f"{row.get('peak_gib', 0):.1f}",
+            f"{row.get('peak_reserved_gib', 0):.1f}",
         )
     console.print(table)
+    for choice, row in results.items():
+        console.print(f"{choice}: prefixes kept, {row['budget']}")
     for part in ("rescoring", "training"):
         table = Table(title=f"{part}, ms per observation")
         for column in ("stage", *results):

@@ -76,46 +76,25 @@ class PrefixKeys:
     valid: torch.Tensor
 
     @property
-    def nbytes(self) -> int:
-        """Memory of all layers."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in (*self.keys, *self.values))
+    def numel(self) -> int:
+        """Elements of all layers."""
+        return sum(tensor.numel() for tensor in (*self.keys, *self.values))
+
+    def copy_into(self, block: torch.Tensor) -> PrefixKeys:
+        """The same, stored in the flat ``block`` of :attr:`numel` elements. Strides stay, so that all arithmetic does."""
+        copies, offset = [], 0
+        for tensor in (*self.keys, *self.values):
+            dense = torch.empty_like(tensor, device="meta")  # its strides; those of a slice without the gaps
+            copies.append(block.as_strided(dense.shape, dense.stride(), offset).copy_(tensor))
+            offset += tensor.numel()
+        layers = len(self.keys)
+        return PrefixKeys(copies[:layers], copies[layers:], self.valid)
 
     def cache(self) -> DynamicCache:
         """The form in which the expert reads them."""
         cache = DynamicCache()
         cache.key_cache, cache.value_cache = list(self.keys), list(self.values)
         return cache
-
-
-class PrefixStore:
-    """Prefix keys of the rescoring's micro-batches, for training, up to a budget of device memory.
-
-    The prefix is frozen within a step and training walks the same micro-batches in every epoch, so what fits need not
-    be computed again; at full size an observation takes 9.8 MB (18 layers, 534 tokens, bfloat16).
-
-    Args:
-        budget: bytes; 0 keeps nothing.
-    """
-
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
-        self._entries: list[PrefixKeys | None] = []
-        self._used = 0
-
-    def add(self, keys: PrefixKeys | None) -> None:
-        """Remember the next micro-batch's keys, if they still fit."""
-        fits = keys is not None and self._used + keys.nbytes <= self.budget
-        if keys is not None and fits:
-            self._used += keys.nbytes
-        self._entries.append(keys if fits else None)
-
-    def get(self, micro_batch: int) -> PrefixKeys | None:
-        """Keys of a micro-batch, counted on over all epochs; ``None`` where they were not kept."""
-        return self._entries[micro_batch % len(self._entries)] if self._entries else None
-
-    def clear(self) -> None:
-        """Free the memory."""
-        self._entries, self._used = [], 0
 
 
 @dataclass(frozen=True)

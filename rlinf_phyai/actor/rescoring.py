@@ -75,6 +75,12 @@ def take(inputs: Mapping[str, Any], step: torch.Tensor, env: torch.Tensor) -> di
     return _each(inputs, lambda tensor: tensor[step, env])
 
 
+def longest(mask: torch.Tensor, plan: BatchPlan) -> list[int]:
+    """Tokens of the longest prompt of each micro-batch, from their mask bool ``[T, B, L]``."""
+    lengths = mask.sum(dim=-1)
+    return [int(lengths[index].max()) for index in plan.micro_batches()]
+
+
 def load(
     inputs: Mapping[str, Any],
     plan: BatchPlan,

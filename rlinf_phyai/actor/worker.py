@@ -24,6 +24,7 @@ from rlinf.workers.actor.fsdp_actor_worker import EmbodiedFSDPActor
 
 from rlinf_phyai.actor.correction import CorrectionConfig, advantage_weights
 from rlinf_phyai.actor.gaussian import GaussianSettings, gaussian_metrics
+from rlinf_phyai.actor.kept_prefixes import KeptPrefixes
 from rlinf_phyai.actor.limits import Limits, judge
 from rlinf_phyai.actor.losses import (
     CORRECTED_LOSSES,
@@ -36,8 +37,8 @@ from rlinf_phyai.actor.losses import (
 from rlinf_phyai.actor.metrics import CorrectionSums, first_update_metrics
 from rlinf_phyai.actor.model import KEYS_KEY, LAYOUT_KEY, POOLED_KEY, choose_prefix, keep_cache_whole, use_real_tokens
 from rlinf_phyai.actor.monitor import ADVICE, CorrectionMonitor
-from rlinf_phyai.actor.prefix import PrefixStore, PromptLayout
-from rlinf_phyai.actor.rescoring import BatchPlan, load, rescore, upload
+from rlinf_phyai.actor.prefix import PromptLayout
+from rlinf_phyai.actor.rescoring import BatchPlan, load, longest, rescore, upload
 from rlinf_phyai.actor.values import (
     actor_values,
     check_value_source,
@@ -73,8 +74,12 @@ class PhyaiActorWorker(SignsOfLife, EmbodiedFSDPActor):
         source = OmegaConf.select(self.cfg, "rollout.phyai.value_source", default="auto")
         check_value_source(source, self.correction.recompute, self._values_comparable)
         self._value_source = choose_value_source(source, self.correction.recompute, self._values_comparable)
-        gib = OmegaConf.select(self.cfg, "rollout.phyai.actor_prefix_cache_gib", default=0)
-        self._prefix_store = PrefixStore(int(float(gib or 0) * 2**30))
+        self._kept_prefixes = KeptPrefixes(
+            OmegaConf.select(self.cfg, "rollout.phyai.actor_prefix_cache_gib", default=0),
+            self._torch_device,
+            self._logger.info,
+            repeatable=self._world_size == 1 or whole_on_every_rank(self.cfg.actor.fsdp_config),
+        )
         self._gaussian = GaussianSettings.from_config(self.cfg)
         self._monitor = CorrectionMonitor()
         self._self_check = OmegaConf.select(self.cfg, "rollout.phyai.self_check", default="off")
@@ -107,8 +112,11 @@ class PhyaiActorWorker(SignsOfLife, EmbodiedFSDPActor):
             KernelPolicyError, UnknownKernel: the policy does not exist or cannot run on this device.
         """
         policy = load_kernel_policy(OmegaConf.select(self.cfg, "rollout.phyai.kernel_policy"))
-        device = torch.device(self.device) if isinstance(self.device, str) else torch.device("cuda", self.device)
-        return resolve(policy.operations, device, policy.fallback)[0]
+        return resolve(policy.operations, self._torch_device, policy.fallback)[0]
+
+    @property
+    def _torch_device(self) -> torch.device:
+        return torch.device(self.device) if isinstance(self.device, str) else torch.device("cuda", self.device)
 
     def _load_model(self) -> torch.nn.Module:
         return super().model_provider_func()
@@ -175,7 +183,6 @@ class PhyaiActorWorker(SignsOfLife, EmbodiedFSDPActor):
         if self.is_weight_offloaded:
             self.load_param_and_grad(self.device)
         self.model.train()
-        self._prefix_store.clear()
         plan = BatchPlan.of(
             steps=q.shape[0],
             envs=q.shape[1],
@@ -184,7 +191,10 @@ class PhyaiActorWorker(SignsOfLife, EmbodiedFSDPActor):
             world_size=self._world_size,
             seed=self.cfg.actor.seed + self._rank,
         )
+        self._kept_prefixes.begin(longest(batch["forward_inputs"]["tokenized_prompt_mask"], plan))
         scores = rescore(batch["forward_inputs"], plan, self._score, logprob_shape=q.shape, device=self.device)
+        if self.prefix != "dense":
+            self._correction_metrics.update(self._kept_prefixes.agree())
         p, values = scores["logprobs"], scores.get("values")
         batch["rollout_logprobs"] = q.float()
         batch["prev_logprobs"] = p
@@ -195,7 +205,7 @@ class PhyaiActorWorker(SignsOfLife, EmbodiedFSDPActor):
             plan,
             self.device,
             epochs=self.update_epoch,
-            wanted=lambda index: self._prefix_store.get(index) is None,
+            wanted=lambda index: self._kept_prefixes.get(index) is None,
         )
         if POOLED_KEY in scores:
             inputs[POOLED_KEY] = scores[POOLED_KEY]
@@ -248,22 +258,27 @@ class PhyaiActorWorker(SignsOfLife, EmbodiedFSDPActor):
             self._logger.warning(message)
 
     def _score(self, forward_inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """The forward of RLinf's ``train_micro_batch``, argument by argument."""
+        """Scores of one micro-batch; its prefix may be kept."""
         mark("micro-batch of rescoring")
         compute_values = self.cfg.algorithm.adv_type == "gae"
         if self.prefix != "dense":
             forward_inputs[LAYOUT_KEY] = _layout(forward_inputs)
+        output = self._kept_prefixes.scored(lambda: self._forward(forward_inputs, compute_values))
+        self._kept_prefixes.add(output.get(KEYS_KEY))
+        wanted = ("logprobs", "values", POOLED_KEY) if compute_values else ("logprobs",)
+        return {key: output[key] for key in wanted if output.get(key) is not None}
+
+    def _forward(self, forward_inputs: dict[str, Any], compute_values: bool) -> dict[str, Any]:
+        """The forward of RLinf's ``train_micro_batch``, argument by argument."""
         with self.amp_context:
-            output = self.model(
+            output: dict[str, Any] = self.model(
                 forward_inputs=upload(forward_inputs, self.device),
                 compute_logprobs=True,
                 compute_entropy=self.cfg.algorithm.entropy_bonus > 0,
                 compute_values=compute_values,
                 use_cache=False,
             )
-        self._prefix_store.add(output.get(KEYS_KEY))
-        wanted = ("logprobs", "values", POOLED_KEY) if compute_values else ("logprobs",)
-        return {key: output[key] for key in wanted if output.get(key) is not None}
+        return output
 
     # -- training ----------------------------------------------------------------------------------------------------
 
@@ -273,10 +288,10 @@ class PhyaiActorWorker(SignsOfLife, EmbodiedFSDPActor):
             return super().run_training()
         self._first_update, self._micro_batches_seen = FirstUpdate(), 0
         try:
-            metrics = super().run_training()
+            with self._kept_prefixes.training(self.optimizer):
+                metrics = super().run_training()
         finally:
             self._observations = iter(())
-            self._prefix_store.clear()
         # What no sample contributed to (a denoise step that was never drawn, say) is NaN on every rank: there is nothing to plot.
         own = self._correction_metrics | first_update_metrics(self._first_update, self.device)
         metrics.update({name: value for name, value in own.items() if not math.isnan(value)})
@@ -296,6 +311,7 @@ class PhyaiActorWorker(SignsOfLife, EmbodiedFSDPActor):
         if self.prefix != "dense":
             inputs = self._with_known_prefix(inputs)
         micro_batch = micro_batch | {"forward_inputs": inputs | upload(next(self._observations), self.device)}
+        self._kept_prefixes.budget.watch()
         before_first_step = self._micro_batches_seen < self.gradient_accumulation
         self._micro_batches_seen += 1
         with correcting(MicroBatchCorrection(weights, self._first_update if before_first_step else None)):
@@ -303,7 +319,7 @@ class PhyaiActorWorker(SignsOfLife, EmbodiedFSDPActor):
 
     def _with_known_prefix(self, forward_inputs: dict[str, Any]) -> dict[str, Any]:
         """Add what the rescoring of this very micro-batch left."""
-        keys = self._prefix_store.get(self._micro_batches_seen)
+        keys = self._kept_prefixes.get(self._micro_batches_seen)
         if keys is not None:
             return forward_inputs | {KEYS_KEY: keys}
         return forward_inputs | {LAYOUT_KEY: _layout(forward_inputs)}
@@ -320,6 +336,11 @@ def lora_scale(model: torch.nn.Module) -> float | None:
     if len(scales) > 1:
         raise ValueError(f"the model's LoRA adapters have different scales {sorted(scales)}; one for all is supported.")
     return scales.pop() if scales else None
+
+
+def whole_on_every_rank(fsdp_config: DictConfig) -> bool:
+    """A forward needs no other rank: FSDP1 without sharding. (FSDP2 always divides the parameters.)"""
+    return bool(fsdp_config.strategy == "fsdp" and fsdp_config.get("sharding_strategy", "no_shard") == "no_shard")
 
 
 def _layout(forward_inputs: dict[str, Any]) -> PromptLayout:

@@ -184,8 +184,13 @@ def actor_prefix_cache(s: Settings) -> Iterator[Problem]:
     """Device memory for prefixes that training reuses."""
     key = f"{GROUP}.actor_prefix_cache_gib"
     value, number = s.get(key, 0), s.number(key, 0 if s.get(key) is None else None)
-    if key not in s.unresolved and (number is None or number < 0):
-        yield Problem(key, show(value), "a number of GiB of at least 0", f"set {key}: 0")
+    if value != "auto" and key not in s.unresolved and (number is None or number < 0):
+        yield Problem(
+            key,
+            show(value),
+            "auto (what the actor leaves free on the GPU) or a number of GiB of at least 0",
+            f"set {key}: auto",
+        )
 
 
 def params_dtype(s: Settings) -> Iterator[Problem]:

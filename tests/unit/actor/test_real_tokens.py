@@ -13,7 +13,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from rlinf_phyai.actor.model import KEYS_KEY, LAYOUT_KEY, POOLED_KEY, choose_prefix, use_real_tokens
-from rlinf_phyai.actor.prefix import PrefixKeys, PrefixStore, PromptLayout
+from rlinf_phyai.actor.prefix import PromptLayout
 from rlinf_phyai.kernels import resolve
 
 SENTENCES = [
@@ -210,6 +210,10 @@ def test_known_keys_replace_the_prefix_bit_for_bit(model_config, shorten, replay
         assert reused[key].requires_grad
 
 
+def run_out_of_memory(*unused: Any) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_under_fsdp1(model_config, shorten, replay, process_group, use_orig_params):
     """The wrapping of the full-size recipe, by RLinf's own policy: weights exist inside a module's call only."""
@@ -228,8 +232,13 @@ def test_under_fsdp1(model_config, shorten, replay, process_group, use_orig_para
         use_orig_params=use_orig_params,
     ).train()
     layout = PromptLayout.of(replay["tokenized_prompt"], replay["tokenized_prompt_mask"])
+    layer = next(m for n, m in wrapped.named_modules() if n.endswith("language_model.layers.1"))
+    handle = layer.register_forward_pre_hook(run_out_of_memory)
     with torch.no_grad():
         expected = forward(dense, replay)
+        with pytest.raises(torch.OutOfMemoryError):  # the actor then frees memory and repeats the call
+            forward(wrapped, replay, **{LAYOUT_KEY: layout})
+        handle.remove()
         rescored = forward(wrapped, replay, **{LAYOUT_KEY: layout})
     for key in ("logprobs", "values"):
         torch.testing.assert_close(rescored[key], expected[key], rtol=0, atol=1e-5)
@@ -246,24 +255,6 @@ def test_prompt_layout(replay):
     assert PromptLayout.of(tokens[:1], mask[:1]).even
     with pytest.raises(ValueError, match="right-padded with zeros"):
         PromptLayout.of(torch.ones_like(tokens), mask)
-
-
-def test_the_store_keeps_what_fits():
-    def keys(size: int) -> PrefixKeys:
-        return PrefixKeys([torch.zeros(size)], [torch.zeros(size)], torch.ones(1, 1, dtype=torch.bool))
-
-    first, second, third = keys(10), keys(100), keys(10)
-    assert first.nbytes == 80
-    store = PrefixStore(200)
-    assert store.get(0) is None
-    for entry in (first, second, third, None):
-        store.add(entry)
-    assert [store.get(i) for i in range(6)] == [first, None, third, None, first, None]
-    store.clear()
-    assert store.get(0) is None
-    off = PrefixStore(0)
-    off.add(first)
-    assert off.get(0) is None
 
 
 def test_sampling_keeps_rlinfs_own_transform(model_config, shorten):

@@ -277,26 +277,6 @@ def test_self_check_before_the_first_update(make_actor, make_config, give_batch,
     assert "self-check" not in caplog.text
 
 
-def test_keeping_the_prefix_changes_no_bit(make_actor, make_config, give_batch, monkeypatch):
-    results = []
-    for gib in (0, 1, 2e-5):  # nothing, everything, some of it fits
-        cfg = make_config(*CORRECTION, "algorithm.update_epoch=2", f"rollout.phyai.actor_prefix_cache_gib={gib}")
-        actor = make_actor(cfg)
-        give_batch(actor)
-        actor.compute_advantages_and_returns()
-        kept = [actor._prefix_store.get(i) is not None for i in range(6)]
-        assert sum(kept) == {0: 0, 1: 6}.get(gib, sum(kept))
-        if gib == 2e-5:
-            assert 0 < sum(kept) < 6
-        metrics = actor.run_training()
-        assert metrics["actor/first_update/ratio_max_dev"] == 0.0
-        assert actor._prefix_store.get(0) is None
-        results.append((metrics, parameters(actor)))
-    for metrics, after in results[1:]:
-        np.testing.assert_equal(metrics, results[0][0])
-        assert all(torch.equal(after[name], results[0][1][name]) for name in after)
-
-
 def test_ckpt_path_replaces_every_weight_of_the_actor(make_actor, make_config, tmp_path):
     """Frozen parameters and the critic included, before anything is trained."""
     state = {name: value + 0.25 for name, value in parameters(make_actor(make_config())).items()}

@@ -533,7 +533,7 @@ ERRORS = [
     ),
     change_one("actor_prefix", f"{ENGINE}.actor_prefix", "sparse", "auto, fused, real_tokens or dense"),
     change_one("actor_prefix_cache", f"{ENGINE}.actor_prefix_cache_gib", -1, "at least 0"),
-    change_one("actor_prefix_cache", f"{ENGINE}.actor_prefix_cache_gib", "all", "a number of GiB"),
+    change_one("actor_prefix_cache", f"{ENGINE}.actor_prefix_cache_gib", "all", "auto (", "or a number of GiB"),
     change_one("params_dtype", f"{ENGINE}.params_dtype", "fp8", "bfloat16, bf16, float32 or fp32"),
     change_one("prefix_precision", f"{ENGINE}.prefix_precision", "int8", "null (as params_dtype) or fp8"),
     Case(

@@ -102,6 +102,8 @@ def test_shipped_kernel_policies_are_accepted(config: MakeConfig) -> None:
         ({f"{ENGINE}.value_source": "actor"}, 2),
         ({f"{ENGINE}.self_check": "stop"}, 2),
         ({f"{ENGINE}.actor_prefix": "dense", f"{ENGINE}.actor_prefix_cache_gib": 8.5}, 2),
+        ({f"{ENGINE}.actor_prefix_cache_gib": "auto"}, 2),
+        ({f"{ENGINE}.actor_prefix_cache_gib": 0}, 2),
         ({f"{ENGINE}.params_dtype": "float32"}, 2),
         ({f"{ENGINE}.kernel_policy": None}, 2),  # PHYAI_KERNEL_CONFIG or the reference
         ({"weight_syncer": {"type": "patch", "patch": {"init_sync": {"enabled": True}}}}, 2),
