@@ -42,8 +42,8 @@ def test_the_memory_is_returned_before_an_engine_needs_it() -> None:
         torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info(DEVICE)[0]
         prefixes.begin([20, 24, 22])
-        for length in (20, 24, 22):  # 64 MiB for a token of each of 2 samples
-            shape = (2, 1, 4 + length, 2**24)
+        for length in (20, 24, 22):  # 16 MiB for a token of each of 2 samples
+            shape = (2, 1, 4 + length, 2**22)
             layer = torch.ones(shape, dtype=torch.bfloat16, device=DEVICE)
             prefixes.add(PrefixKeys([layer], [layer], torch.ones(2, 4 + length, dtype=torch.bool, device=DEVICE)))
             del layer
