@@ -25,12 +25,16 @@ class KeptPrefixes:
         device: where the actor computes.
         log: takes a line; called on rank 0 when what is kept changes, and on any rank whose memory ran out.
         repeatable: a forward may be run again on this rank alone: its model is not divided among several.
+
+    Attributes:
+        metrics: ``actor/prefixes_kept`` of the last rescoring, the fraction of its micro-batches.
     """
 
     def __init__(self, choice: Any, device: torch.device, log: Callable[[str], None], *, repeatable: bool) -> None:
         self._choice, self._device, self._log, self._repeatable = choice, device, log, repeatable
         self.budget: PrefixBudget = choose_budget(choice, device)
         self.store = PrefixStore()
+        self.metrics: dict[str, float] = {}
         self._said: tuple[int, int] | None = None
 
     def begin(self, prompt_lengths: Sequence[int]) -> None:
@@ -72,16 +76,12 @@ class KeptPrefixes:
         self._drop("taking the memory for them")
         self.store.add(None)
 
-    def agree(self) -> dict[str, float]:
-        """The rescoring has ended: keep what all ranks kept (a collective call).
-
-        Returns:
-            ``actor/prefixes_kept``, the fraction of micro-batches; empty where nothing was scored.
-        """
+    def agree(self) -> None:
+        """The rescoring has ended: keep what all ranks kept (a collective call)."""
         self.store.agree(self._device)
         kept = self.store.kept
         self._say(sum(kept), len(kept))
-        return {"actor/prefixes_kept": sum(kept) / len(kept)} if kept else {}
+        self.metrics = {"actor/prefixes_kept": sum(kept) / len(kept)}
 
     def get(self, micro_batch: int) -> PrefixKeys | None:
         """Keys of a micro-batch in training's order, over all epochs; ``None`` where the prefix must run."""

@@ -194,7 +194,7 @@ class PhyaiActorWorker(SignsOfLife, EmbodiedFSDPActor):
         self._kept_prefixes.begin(longest(batch["forward_inputs"]["tokenized_prompt_mask"], plan))
         scores = rescore(batch["forward_inputs"], plan, self._score, logprob_shape=q.shape, device=self.device)
         if self.prefix != "dense":
-            self._correction_metrics.update(self._kept_prefixes.agree())
+            self._kept_prefixes.agree()
         p, values = scores["logprobs"], scores.get("values")
         batch["rollout_logprobs"] = q.float()
         batch["prev_logprobs"] = p
@@ -293,7 +293,11 @@ class PhyaiActorWorker(SignsOfLife, EmbodiedFSDPActor):
         finally:
             self._observations = iter(())
         # What no sample contributed to (a denoise step that was never drawn, say) is NaN on every rank: there is nothing to plot.
-        own = self._correction_metrics | first_update_metrics(self._first_update, self.device)
+        own = (
+            self._correction_metrics
+            | self._kept_prefixes.metrics
+            | first_update_metrics(self._first_update, self.device)
+        )
         metrics.update({name: value for name, value in own.items() if not math.isnan(value)})
         self._first_update = None
         return metrics

@@ -47,7 +47,8 @@ def test_the_memory_is_returned_before_an_engine_needs_it() -> None:
             layer = torch.ones(shape, dtype=torch.bfloat16, device=DEVICE)
             prefixes.add(PrefixKeys([layer], [layer], torch.ones(2, 4 + length, dtype=torch.bool, device=DEVICE)))
             del layer
-        kept.append(prefixes.agree()["actor/prefixes_kept"])
+        prefixes.agree()
+        kept.append(prefixes.metrics["actor/prefixes_kept"])
         with prefixes.training(optimizer):
             torch.cuda.empty_cache()  # as RLinf does between global batches
             taken = free - torch.cuda.mem_get_info(DEVICE)[0]
