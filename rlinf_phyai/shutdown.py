@@ -113,6 +113,10 @@ class RayGuard:
         import ray
 
         processes = self._ray_processes()
+        for process in processes:  # a stopped one cannot end by itself, and the others would wait for it
+            with contextlib.suppress(psutil.Error):
+                if process.status() == psutil.STATUS_STOPPED:
+                    process.kill()
         if ray.is_initialized():
             ray.shutdown()
         _, alive = psutil.wait_procs(processes, timeout=_GRACE_S)

@@ -5,7 +5,7 @@ Work passes :func:`mark`, which costs less than a microsecond. A thread of the p
 few seconds, so that a worker is described also while the thread that does its calls is blocked in native code. It needs
 Python's lock; a process that is stopped, or whose native code keeps the lock, falls silent, and that is a sign too.
 
-The channel is a :class:`Board`, one small Ray actor beside the workers. A blocked worker answers no Ray call, so the
+The channel is a :class:`Board`, one small Ray actor (60 MB) beside the workers. A blocked worker answers no Ray call, so the
 driver cannot ask; files in the log folder would reach one node only; a port of our own would need an address and an open
 firewall. What RLinf's own managers use works wherever a run works.
 """

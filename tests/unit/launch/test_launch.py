@@ -11,6 +11,7 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from omegaconf import OmegaConf
 
@@ -153,6 +154,18 @@ def test_rays_processes_are_told_from_others() -> None:
     assert child.poll() is None
     child.kill()
     child.wait()
+
+
+def test_a_stopped_process_of_rays_is_killed_without_waiting_for_it() -> None:
+    import ray
+
+    with shutdown.RayGuard():
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", os.path.dirname(ray.__file__)])
+        child.send_signal(signal.SIGSTOP)
+        os.waitpid(child.pid, os.WUNTRACED)  # until it is stopped
+        started = time.monotonic()
+    assert not psutil.pid_exists(child.pid)  # the guard waited for it
+    assert time.monotonic() - started < shutdown._GRACE_S
 
 
 def test_start_progress_reports_each_group() -> None:
