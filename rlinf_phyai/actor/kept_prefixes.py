@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from rlinf_phyai.actor.prefix import PrefixKeys
-from rlinf_phyai.actor.prefix_budget import FixedBudget, PrefixBudget, choose_budget, gib, state_bytes
+from rlinf_phyai.actor.prefix_budget import FixedBudget, PrefixBudget, choose_budget, gib
 from rlinf_phyai.actor.prefix_store import PrefixStore
 
 KEY = "rollout.phyai.actor_prefix_cache_gib"
@@ -37,13 +37,14 @@ class KeptPrefixes:
         self.metrics: dict[str, float] = {}
         self._said: tuple[int, int] | None = None
 
-    def begin(self, prompt_lengths: Sequence[int]) -> None:
+    def begin(self, prompt_lengths: Sequence[int], typical: bool = True) -> None:
         """A step's rescoring begins. All ranks take the smallest budget of any (a collective call).
 
         Args:
             prompt_lengths: of every micro-batch, in order, its longest prompt.
+            typical: the step needs the memory that later ones will; others keep nothing under ``auto``.
         """
-        budget = torch.tensor(self.budget.begin(), device=self._device)
+        budget = torch.tensor(self.budget.begin(typical), device=self._device)
         if torch.distributed.get_world_size() > 1:
             torch.distributed.all_reduce(budget, op=torch.distributed.ReduceOp.MIN)
         self.store.begin(int(budget), prompt_lengths)
@@ -88,16 +89,15 @@ class KeptPrefixes:
         return self.store.get(micro_batch)
 
     @contextmanager
-    def training(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    def training(self) -> Iterator[None]:
         """Around a step's training. At its end the budget learns, and the memory goes back to the device, for the engine.
 
         Raises:
             torch.OutOfMemoryError: with what was kept and the key to set. A backward pass that has begun is not repeated.
         """
-        before = state_bytes(optimizer)
         try:
             yield
-            self.budget.end(self.store.nbytes, state_bytes(optimizer) - before)
+            self.budget.end(self.store.nbytes)
         except torch.OutOfMemoryError as error:
             if not self.store.nbytes:
                 raise

@@ -14,7 +14,6 @@ finds their memory free again, so nothing is set aside for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -33,7 +32,6 @@ class StepMemory:
         peak: most that this process's tensors held, kept prefixes included.
         reserved: most that torch's allocator had taken for them.
         kept: kept prefixes.
-        created: optimizer state that the step created; at the step's peak it may not have existed yet.
     """
 
     total: int
@@ -41,7 +39,6 @@ class StepMemory:
     peak: int
     reserved: int
     kept: int
-    created: int
 
 
 class BudgetRule:
@@ -62,7 +59,7 @@ class BudgetRule:
     @property
     def own(self) -> int:
         """Bytes that the actor needs at its peak without prefixes."""
-        return self._peak + (self._last.created if self._last else 0)
+        return self._peak
 
     @property
     def margin(self) -> int:
@@ -87,14 +84,18 @@ class BudgetRule:
 class PrefixBudget(Protocol):
     """Bytes for kept prefixes, step by step."""
 
-    def begin(self) -> int:
-        """A step begins; bytes that its prefixes may take on this rank."""
+    def begin(self, typical: bool = True) -> int:
+        """A step begins; bytes that its prefixes may take on this rank.
+
+        Args:
+            typical: it needs the memory that later ones will.
+        """
 
     def watch(self) -> None:
         """Called while the step runs, about once for each micro-batch."""
 
-    def end(self, kept: int, created: int) -> None:
-        """The step has been trained; prefixes are still there. See :class:`StepMemory`."""
+    def end(self, kept: int) -> None:
+        """The step has been trained; its prefixes take ``kept`` bytes and are still there."""
 
     def give_up(self) -> None:
         """Memory ran out: 0 from now on."""
@@ -108,13 +109,13 @@ class FixedBudget:
     def __init__(self, size: int) -> None:
         self.size = size
 
-    def begin(self) -> int:
+    def begin(self, typical: bool = True) -> int:
         return self.size
 
     def watch(self) -> None:
         return None
 
-    def end(self, kept: int, created: int) -> None:
+    def end(self, kept: int) -> None:
         return None
 
     def give_up(self) -> None:
@@ -125,25 +126,28 @@ class FixedBudget:
 
 
 class MeasuredBudget:
-    """``auto``: what the actor's own peak leaves free. The first step keeps nothing, and measures."""
+    """``auto``: what the actor's own peak leaves free. The first typical step keeps nothing, and measures."""
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
         self._rule = BudgetRule()
         self._most_outside = 0
+        self._typical = True
         self._given_up = False
 
-    def begin(self) -> int:
-        self._most_outside = self._meter.begin()
-        return 0 if self._given_up else self._rule.budget(self._most_outside)
+    def begin(self, typical: bool = True) -> int:
+        self._most_outside, self._typical = self._meter.begin(), typical
+        return self._rule.budget(self._most_outside) if typical and not self._given_up else 0
 
     def watch(self) -> None:
         self._most_outside = max(self._most_outside, self._meter.outside())
 
-    def end(self, kept: int, created: int) -> None:
+    def end(self, kept: int) -> None:
+        if not self._typical:
+            return
         self.watch()
         total, peak, reserved = self._meter.total, *self._meter.peaks()
-        self._rule.observe(StepMemory(total, self._most_outside, peak, reserved, kept, created))
+        self._rule.observe(StepMemory(total, self._most_outside, peak, reserved, kept))
 
     def give_up(self) -> None:
         self._given_up = True
@@ -152,6 +156,8 @@ class MeasuredBudget:
         if self._given_up:
             return "auto: none since memory ran out"
         rule, total = self._rule, self._meter.total
+        if not self._typical:
+            return "auto: not while a step needs less than later ones will"
         if not rule.own:
             return "auto: the first step measures"
         return (
@@ -199,19 +205,6 @@ def choose_budget(choice: Any, device: torch.device) -> PrefixBudget:
     if choice != "auto":
         return FixedBudget(int(float(choice or 0) * 2**30))
     return MeasuredBudget(CudaMeter(device)) if device.type == "cuda" else FixedBudget(0)
-
-
-def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Size of an optimizer's state on this rank, wherever it lies."""
-    return sum(_local(value).nbytes for state in optimizer.state.values() for value in _tensors(state))
-
-
-def _tensors(state: Any) -> Iterable[torch.Tensor]:
-    return (value for value in state.values() if isinstance(value, torch.Tensor)) if isinstance(state, dict) else ()
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, torch.distributed.tensor.DTensor) else tensor
 
 
 def gib(size: int) -> str:

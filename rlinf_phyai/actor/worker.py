@@ -191,7 +191,9 @@ class PhyaiActorWorker(SignsOfLife, EmbodiedFSDPActor):
             world_size=self._world_size,
             seed=self.cfg.actor.seed + self._rank,
         )
-        self._kept_prefixes.begin(longest(batch["forward_inputs"]["tokenized_prompt_mask"], plan))
+        # While only the critic is trained, the expert keeps no activations, gradients and moments.
+        prompts = longest(batch["forward_inputs"]["tokenized_prompt_mask"], plan)
+        self._kept_prefixes.begin(prompts, typical=self.critic_warmup_steps == 0)
         scores = rescore(batch["forward_inputs"], plan, self._score, logprob_shape=q.shape, device=self.device)
         if self.prefix != "dense":
             self._kept_prefixes.agree()
@@ -288,7 +290,7 @@ class PhyaiActorWorker(SignsOfLife, EmbodiedFSDPActor):
             return super().run_training()
         self._first_update, self._micro_batches_seen = FirstUpdate(), 0
         try:
-            with self._kept_prefixes.training(self.optimizer):
+            with self._kept_prefixes.training():
                 metrics = super().run_training()
         finally:
             self._observations = iter(())

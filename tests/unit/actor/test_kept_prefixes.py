@@ -147,6 +147,24 @@ def test_auto_measures_first_and_gives_way(make_actor, make_config, give_batch, 
     )
 
 
+def test_auto_waits_for_the_end_of_the_critics_warm_up(make_actor, make_config, give_batch):
+    """Until then training needs far less memory than later: only the critic's head has gradients."""
+    from rlinf_phyai.actor.prefix_budget import MeasuredBudget
+
+    actor = make_actor(
+        make_config(*CORRECTION, "actor.optim.critic_warmup_steps=3")
+    )  # two optimizer steps in a training step
+    actor._kept_prefixes.budget = MeasuredBudget(GivenMeter())
+    kept, learning = [], []
+    for _ in range(4):
+        give_batch(actor)
+        actor.compute_advantages_and_returns()
+        learning.append(any(p.requires_grad for p in middle_layer(actor).parameters()))
+        kept.append(actor.run_training()["actor/prefixes_kept"])
+    assert learning == [False, False, True, True]
+    assert kept == [0, 0, 0, 1]
+
+
 def run_out_of_memory(layer: torch.nn.Module, calls: set[int]) -> list[int]:
     """A layer's given calls (counted from 1) find no memory; the list grows with each call."""
     seen: list[int] = []

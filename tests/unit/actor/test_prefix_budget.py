@@ -14,14 +14,13 @@ from rlinf_phyai.actor.prefix_budget import (
     MeasuredBudget,
     StepMemory,
     choose_budget,
-    state_bytes,
 )
 
 GIB = 2**30
 
 
-def memory(total: float, outside: float, peak: float, reserved: float, kept: float = 0, created: float = 0):
-    return StepMemory(*(int(gib * GIB) for gib in (total, outside, peak, reserved, kept, created)))
+def memory(total: float, outside: float, peak: float, reserved: float, kept: float = 0):
+    return StepMemory(*(int(gib * GIB) for gib in (total, outside, peak, reserved, kept)))
 
 
 def budget_after(*steps: StepMemory, now: float = 0) -> float:
@@ -44,7 +43,6 @@ def test_nothing_before_a_step_was_measured():
             memory(140, 16, 41, 120),
             140 - 16 - 41 - 28,
         ),  # it filled the device because nobody stopped it: a fifth at most
-        (memory(140, 16, 38, 40, created=3), 140 - 16 - 38 - 3 - 14),  # Adam's moments came after the peak
         (memory(80, 14, 62, 66), 0),  # nothing left
         (memory(24, 2, 17.9, 19), 1.5),  # 1.7: whole quarters
     ],
@@ -77,14 +75,6 @@ def test_kept_prefixes_are_not_taken_for_the_actors_own_need():
     assert budget_after(first, replace(second, peak=second.peak + 3 * GIB)) == expected - 3
 
 
-def test_created_state_counts_until_a_step_has_seen_it():
-    first = memory(140, 16, 38, 40, created=3)
-    settled = memory(140, 16, 38 + 50, 40 + 50, kept=50)  # the first optimizer step came before the peak after all
-    assert budget_after(first, settled) == budget_after(first) + 3
-    grown = memory(140, 16, 41 + 50, 43 + 50, kept=50)
-    assert budget_after(first, grown) == budget_after(first)
-
-
 class GivenMeter:
     """A device of 80 GiB whose numbers a test sets."""
 
@@ -111,11 +101,11 @@ def test_the_steps_of_a_run():
     meter.others = 15  # while the step runs
     budget.watch()
     meter.others = 12
-    budget.end(kept=0, created=0)
+    budget.end(kept=0)
     assert budget.begin() == (80 - 15 - 40 - 8) * GIB
     assert str(budget) == "auto: of the device's 80 GiB the actor itself needs 40, others hold 15, 8 stay free"
     meter.peak = 57
-    budget.end(kept=17 * GIB, created=0)
+    budget.end(kept=17 * GIB)
     assert budget.begin() == (80 - 12 - 40 - 8) * GIB
     budget.give_up()
     assert budget.begin() == 0
@@ -133,10 +123,14 @@ def test_choices():
     assert fixed.begin() == 0
 
 
-def test_state_of_an_optimizer():
-    parameter = torch.nn.Parameter(torch.zeros(10))
-    optimizer = torch.optim.Adam([parameter])
-    assert state_bytes(optimizer) == 0
-    parameter.grad = torch.ones(10)
-    optimizer.step()
-    assert state_bytes(optimizer) == 2 * 40 + 4  # both moments and the step's number
+def test_a_step_that_needs_less_than_later_ones_counts_for_nothing():
+    meter = GivenMeter()
+    budget = MeasuredBudget(meter)
+    meter.peak = 10  # only the critic is trained
+    assert budget.begin(typical=False) == 0
+    budget.end(kept=0)
+    meter.peak = 40
+    assert budget.begin() == 0  # measures
+    budget.end(kept=0)
+    assert budget.begin(typical=False) == 0
+    assert budget.begin() == (80 - 12 - 40 - 8) * GIB
