@@ -3,7 +3,7 @@
 
 RLinf builds one size of PI0.5 and casts it to bfloat16. A checkpoint whose ``config.json`` has the key ``rlinf_phyai``
 (:mod:`rlinf_phyai.models.pi05.stated_sizes`) states other sizes; :func:`build_openpi` builds those with a subclass of RLinf's
-model class, in float32. Any other checkpoint gets RLinf's own class. RLinf's loader runs for both, without initialising
+model class, in the type stated there. Any other checkpoint gets RLinf's own class. RLinf's loader runs for both, without initialising
 what the checkpoint holds (:mod:`rlinf_phyai.actor.model_loading`).
 """
 
@@ -49,10 +49,11 @@ def build_openpi(cfg: DictConfig, torch_dtype: torch.dtype | None = None) -> nn.
 
 
 class _SizedPaliGemmaWithExpert(PaliGemmaWithExpertModel):
-    """openpi's pair of transformers in any size, always float32."""
+    """openpi's pair of transformers in any size."""
 
     def __init__(self, sizes: StatedSizes) -> None:
         nn.Module.__init__(self)
+        self._params_dtype = sizes.params_dtype
         vlm = CONFIG_MAPPING["paligemma"]()
         vlm._vocab_size = vlm.image_token_index = sizes.vocab_size
         _set(vlm.text_config, **_gemma_options(sizes.prefix, sizes.vocab_size, adaptive=False))
@@ -73,11 +74,11 @@ class _SizedPaliGemmaWithExpert(PaliGemmaWithExpertModel):
             config=CONFIG_MAPPING["gemma"](**_gemma_options(sizes.expert, sizes.vocab_size, adaptive=sizes.pi05))
         )
         self.gemma_expert.model.embed_tokens = None  # the expert's inputs are projected actions
-        self.to_bfloat16_for_selected_params("float32")
+        self.to_bfloat16_for_selected_params()
 
     def to_bfloat16_for_selected_params(self, precision: str = "bfloat16") -> None:
-        """Stay in float32, whatever RLinf's loader asks for."""
-        super().to_bfloat16_for_selected_params("float32")
+        """Stay in the stated type, whatever RLinf's loader asks for."""
+        super().to_bfloat16_for_selected_params(self._params_dtype)  # type: ignore[arg-type]
 
 
 def _gemma_options(sizes: GemmaSizes, vocab_size: int, adaptive: bool) -> dict[str, Any]:

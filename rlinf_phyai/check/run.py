@@ -35,7 +35,7 @@ def run_check(cfg: DictConfig, *, envs: int, steps: int, limits: dict[str, float
     start_process_group()
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     options = cfg.rollout.phyai
-    dtype = params_dtype(options.get("params_dtype"), device)
+    dtype = params_dtype(options.get("params_dtype"), cfg.actor.model.model_path)
     allowed = Limits.for_dtype(dtype, options.get("prefix_precision")).replaced(limits)
     # The simulator first: its processes should not inherit two models.
     source: Any = libero(cfg, envs) if simulator else nullcontext(RandomObservations(envs))

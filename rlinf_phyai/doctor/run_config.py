@@ -194,7 +194,7 @@ def read_run(cfg: DictConfig, gpus: int) -> Run:
     folder = settings.path(f"{settings.model}.model_path")
     known = folder is not None and folder.is_dir()
     model = PI05Config.from_checkpoint(folder) if known and folder else published(value=False)
-    dtype = params_dtype(settings.text("rollout.phyai.params_dtype"), _device(folder))
+    dtype = params_dtype(settings.text("rollout.phyai.params_dtype"), folder or "")
     stages = max(1, settings.stages or 1)
     per_worker = -(-environments // len(placed["rollout"]))
     batch = settings.integer("rollout.phyai.max_batch_size") or -(-per_worker // stages)
@@ -217,13 +217,3 @@ def read_run(cfg: DictConfig, gpus: int) -> Run:
         rollouts=placed["rollout"],
         environment_workers=placed["env"],
     )
-
-
-def _device(folder: Path | None) -> Any:
-    """The estimate is for a GPU, unless the checkpoint is one that is float32 everywhere."""
-    import torch
-
-    from rlinf_phyai.models.pi05.stated_sizes import read_stated_sizes
-
-    own = read_stated_sizes(folder) if folder is not None else None
-    return torch.device("cpu" if own is not None else "cuda")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import types
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from rlinf_phyai.actor.values import choose_value_source
 from rlinf_phyai.engine import DeviceConfig, Engine, EngineArgs, EngineConfig, RuntimeConfig
 from rlinf_phyai.models.pi05 import PI05Args
 from rlinf_phyai.models.pi05.configuration import NOISE_METHODS
+from rlinf_phyai.models.pi05.stated_sizes import actor_params_dtype
 from rlinf_phyai.rollout.observation import make_transforms
 from rlinf_phyai.rollout.openpi_setup import load_openpi_setup
 from rlinf_phyai.rollout.policy import PhyaiPolicy, PolicyOptions
@@ -109,7 +111,9 @@ def build_policy(
                 prefix_precision=options.get("prefix_precision"),
             ),
             config=EngineConfig(
-                device=DeviceConfig(target=str(device), params_dtype=params_dtype(options.get("params_dtype"), device)),
+                device=DeviceConfig(
+                    target=str(device), params_dtype=params_dtype(options.get("params_dtype"), model_config.model_path)
+                ),
                 runtime=RuntimeConfig(
                     use_cuda_graph=bool(options.get("use_cuda_graph", True)),
                     kernel_policy=options.get("kernel_policy"),
@@ -156,14 +160,13 @@ def check_supported(openpi: Mapping[str, Any]) -> None:
         )
 
 
-def params_dtype(name: str | None, device: torch.device) -> torch.dtype:
-    """Type of the engine's large matrices: as named, else bfloat16 on CUDA and float32 on the CPU.
+def params_dtype(name: str | None, checkpoint_dir: str | Path) -> torch.dtype:
+    """Type of the engine's large matrices: as named, else the one in which the actor holds them.
 
     Raises:
         ValueError: an unknown name.
     """
-    if name is None:
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    name = actor_params_dtype(checkpoint_dir) if name is None else name
     if name not in _DTYPES:
         raise ValueError(f"rollout.phyai.params_dtype is {name!r}; allowed: {', '.join(_DTYPES)} or null")
     return _DTYPES[name]

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rlinf_phyai.errors import CheckpointError
-from rlinf_phyai.validation.files import checkpoint_dir, own_config
+from rlinf_phyai.models.pi05.stated_sizes import actor_params_dtype
+from rlinf_phyai.validation.files import checkpoint_dir
 from rlinf_phyai.validation.problems import Problem, warning
 from rlinf_phyai.validation.settings import Settings
 
@@ -40,7 +41,7 @@ def checkpoint_bytes(s: Settings) -> int | None:
         return None
     try:
         shapes = tensor_shapes(path)
-        width = 4 if own_config(path).get("params_dtype") == "float32" else 2  # RLinf casts to bfloat16
+        width = 4 if actor_params_dtype(path) == "float32" else 2  # RLinf casts to bfloat16
     except (CheckpointError, ValueError):
         return None  # reported by other checks
     sizes = {name: math.prod(shape) * width for name, shape in shapes.items()}

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
+from rlinf_phyai.models.pi05.stated_sizes import actor_params_dtype
 from rlinf_phyai.validation.correction import RECOMPUTE
 from rlinf_phyai.validation.problems import Problem, did_you_mean, one_of, show, warning
 from rlinf_phyai.validation.settings import Settings
@@ -201,7 +203,7 @@ def params_dtype(s: Settings) -> Iterator[Problem]:
         yield Problem(
             key,
             show(value),
-            f"null (bfloat16 on a GPU, float32 without one), {one_of(PARAMS_DTYPES)}",
+            f"null (as the actor holds the checkpoint), {one_of(PARAMS_DTYPES)}",
             did_you_mean(str(value), PARAMS_DTYPES) or f"set {key}: null",
         )
 
@@ -214,7 +216,7 @@ def prefix_precision(s: Settings) -> Iterator[Problem]:
         yield Problem(key, show(value), "null (as params_dtype) or fp8", f"set {key}: null")
         return
     dtype = s.get(f"{GROUP}.params_dtype")
-    if value == "fp8" and (dtype in FP32_DTYPES or (dtype is None and s.no_gpu)):
+    if value == "fp8" and (dtype in FP32_DTYPES or (dtype is None and _held_in_float32(s))):
         yield Problem(
             key,
             "'fp8'",
@@ -222,6 +224,14 @@ def prefix_precision(s: Settings) -> Iterator[Problem]:
             f"set {key}: null",
             "FP8 products are rounded to bfloat16, in a float32 model they would be its only coarse part",
         )
+
+
+def _held_in_float32(s: Settings) -> bool:
+    """Whether the checkpoint says that the actor holds it in float32; what cannot be read is reported elsewhere."""
+    folder = s.path(f"{s.model}.model_path")
+    with contextlib.suppress(ValueError, OSError):
+        return folder is not None and actor_params_dtype(folder) == "float32"
+    return False
 
 
 def switches(s: Settings) -> Iterator[Problem]:

@@ -27,6 +27,7 @@ from rlinf_phyai.models.pi05.checkpoint import (
 )
 from rlinf_phyai.models.pi05.finite import all_finite, magnitudes, non_finite
 from rlinf_phyai.models.pi05.lora import merge_adapters
+from rlinf_phyai.models.pi05.stated_sizes import actor_params_dtype
 from rlinf_phyai.models.pi05.weights import PI05Weights
 from rlinf_phyai.signs import mark
 
@@ -143,7 +144,7 @@ def load_checkpoint(
     """Loads a checkpoint directory and, on top of it, an optional ``.pt`` state dict (any subset of the parameters; of a
     LoRA run, whose adapters are merged).
 
-    In bfloat16 the checkpoint is also rounded (:func:`round_transformers`).
+    Where the actor holds it in bfloat16, the checkpoint is also rounded (:func:`round_transformers`).
 
     Raises:
         CheckpointError: see :func:`plan_load`; also unreadable files, and weights that hold NaN or infinity.
@@ -151,7 +152,7 @@ def load_checkpoint(
     where = f"checkpoint {checkpoint_dir}"
     report = plan_load(weights.views, tensor_shapes(checkpoint_dir), weights.is_optional, subset=False, where=where)
     write_tensors(weights.views, iterate_tensors(weight_files(checkpoint_dir)), report, progress, where)
-    if weights.params_dtype == torch.bfloat16:
+    if actor_params_dtype(checkpoint_dir) == "bfloat16":
         round_transformers(weights)
     if extra is not None:
         where = f"weights file {extra}"

@@ -22,8 +22,9 @@ SHALLOW = StatedSizes(
     prefix=GemmaSizes(width=2048, mlp_dim=16384, head_dim=256),
     expert=GemmaSizes(width=1024, mlp_dim=4096, head_dim=256),
     value_head_sizes=(1024, 512, 256),
+    params_dtype="bfloat16",
 )
-"""The published widths and token counts with two layers and a small vocabulary: for what needs no depth. Float32."""
+"""The published widths, token counts and types with two layers and a small vocabulary: for what needs no depth."""
 
 _STD = 0.02
 _TOKENIZER_SIZE = 1024

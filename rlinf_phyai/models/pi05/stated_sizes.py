@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 CONFIG_KEY = "rlinf_phyai"
+ACTOR_DTYPES = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,9 @@ class StatedSizes:
     """All sizes of a PI0.5 or PI0 model; what ``config.json`` holds under the key ``rlinf_phyai``.
 
     Widths differ on purpose, so that a swapped pair of dimensions fails instead of running.
+
+    Attributes:
+        params_dtype: type in which the actor holds the two transformers' matrices, one of :data:`ACTOR_DTYPES`.
     """
 
     vision: VisionSizes = field(default_factory=VisionSizes)
@@ -73,8 +77,8 @@ class StatedSizes:
             raise ValueError(
                 f"vision.image_size {self.vision.image_size} is not a multiple of vision.patch_size {self.vision.patch_size}."
             )
-        if self.params_dtype != "float32":
-            raise ValueError(f"params_dtype is {self.params_dtype!r}; a tiny checkpoint is always 'float32'.")
+        if self.params_dtype not in ACTOR_DTYPES:
+            raise ValueError(f"params_dtype is {self.params_dtype!r}; allowed: {', '.join(ACTOR_DTYPES)}.")
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "StatedSizes":
@@ -103,16 +107,33 @@ def read_stated_sizes(checkpoint_dir: str | Path) -> StatedSizes | None:
     Raises:
         ValueError: ``config.json`` is not JSON, or its key ``rlinf_phyai`` does not describe a model.
     """
-    path = Path(checkpoint_dir) / "config.json"
-    if not path.is_file():
-        return None
-    try:
-        values = json.loads(path.read_text()).get(CONFIG_KEY)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    values = _stated(checkpoint_dir)
     if values is None:
         return None
     try:
         return StatedSizes.from_dict(values)
     except (KeyError, TypeError) as error:
+        path = Path(checkpoint_dir) / "config.json"
         raise ValueError(f"{path}: key {CONFIG_KEY!r} does not describe a model: {error}") from error
+
+
+def actor_params_dtype(checkpoint_dir: str | Path) -> str:
+    """Type in which the actor holds the matrices of a checkpoint's transformers, one of :data:`ACTOR_DTYPES`.
+
+    RLinf's loader makes them bfloat16 whatever the files hold; a checkpoint that states its sizes states its type too.
+
+    Raises:
+        ValueError: ``config.json`` is not JSON.
+    """
+    values = _stated(checkpoint_dir)
+    return "bfloat16" if values is None else str(values.get("params_dtype", StatedSizes.params_dtype))
+
+
+def _stated(checkpoint_dir: str | Path) -> Any:
+    path = Path(checkpoint_dir) / "config.json"
+    if not path.is_file():
+        return None
+    try:
+        return json.loads(path.read_text()).get(CONFIG_KEY)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
