@@ -24,7 +24,11 @@ CHARTS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "KL of rollout and actor, by denoise step": (f"{_ACTOR}rollout_train_kl", f"{_ACTOR}rollout_train_kl/step_*"),
         "mean shift, by action dimension": (f"{_ACTOR}rollout_train_mean_shift/dim_*",),
-        "value gap": (f"{_ACTOR}rollout_train_value_gap", f"{_ACTOR}rollout_train_value_gap_max"),
+        "value gap": (
+            f"{_ACTOR}rollout_train_value_gap",
+            f"{_ACTOR}rollout_train_value_gap_max",
+            f"{_ACTOR}rollout_train_value_rms",
+        ),
     },
     "3 Is the update sound?": {
         "before learning: exactly 0": (

@@ -24,7 +24,7 @@ class Limits:
         effective_sample_size: smallest share of effective samples, in (0, 1].
         logprob_gap: largest mean ``|p - q|``, nats per element.
         kl: largest mean divergence per sample, nats.
-        value_gap: largest mean ``|V_actor - V_rollout|``.
+        value_gap: largest mean ``|V_actor - V_rollout|``; of values larger than 1, as a share of their root mean square.
     """
 
     weight_low: float = 0.5
@@ -122,7 +122,7 @@ def judge(metrics: Mapping[str, float], limits: Limits) -> list[Verdict]:
     add(
         "actor/rollout_train_value_gap",
         None,
-        limits.value_gap,
+        limits.value_gap * max(1.0, metrics.get("actor/rollout_train_value_rms", 1.0)),  # rounding is relative
         "engine and actor disagree about the critic: other value weights, or another pooling of the prefix",
     )
     return verdicts

@@ -96,8 +96,8 @@ def value_gap_metrics(
     mask: torch.Tensor | None,
     device: torch.device | str | int = "cpu",
 ) -> dict[str, float]:
-    """Mean and largest ``|V_actor - V_rollout|`` over unmasked steps whose rollout value is known; NaN if there is
-    none.
+    """Mean and largest ``|V_actor - V_rollout|``, and the root mean square of ``V_actor`` to judge them by, over unmasked
+    steps whose rollout value is known; NaN if there is none.
 
     Args:
         values: ``[T, B]``.
@@ -110,14 +110,15 @@ def value_gap_metrics(
     known = ~torch.isnan(gap)
     if mask is not None:
         known &= expand_mask(mask.any(dim=-1, keepdim=True), gap.shape)
-    gap = gap[known].double()
-    sums = torch.tensor([float(gap.sum()), float(gap.numel())], dtype=torch.float64, device=device)
+    gap, size = gap[known].double(), values[known].double().square().sum()
+    sums = torch.tensor([float(gap.sum()), float(size), float(gap.numel())], dtype=torch.float64, device=device)
     maximum = torch.tensor([float(gap.max()) if gap.numel() else 0.0], dtype=torch.float64, device=device)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.all_reduce(sums, op=torch.distributed.ReduceOp.SUM)
         torch.distributed.all_reduce(maximum, op=torch.distributed.ReduceOp.MAX)
-    total, count = sums.tolist()
+    total, squares, count = sums.tolist()
     return {
         "actor/rollout_train_value_gap": total / count if count else math.nan,
         "actor/rollout_train_value_gap_max": float(maximum) if count else math.nan,
+        "actor/rollout_train_value_rms": math.sqrt(squares / count) if count else math.nan,
     }

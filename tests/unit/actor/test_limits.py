@@ -44,6 +44,14 @@ def test_one_figure_beyond_its_limit(name, value, words):
     assert failed[0].meaning in str(failed[0])
 
 
+def test_the_values_size_scales_their_limit():
+    """Rounding is relative: bfloat16 values around 15 differed by 0.09 at full size, with the same parameters."""
+    large = HEALTHY | {"actor/rollout_train_value_gap": 0.09, "actor/rollout_train_value_rms": 15.0}
+    assert all(v.ok for v in judge(large, Limits()))
+    for wrong in ({"actor/rollout_train_value_gap": 0.9}, {"actor/rollout_train_value_rms": 0.1}):
+        assert [v.name for v in judge(large | wrong, Limits()) if not v.ok] == ["actor/rollout_train_value_gap"]
+
+
 def test_what_was_not_reported_is_not_judged():
     assert judge({}, Limits()) == []
 

@@ -48,7 +48,11 @@ def test_gap_over_unmasked_known_values():
     rollout = torch.tensor([[1.5, 2.0], [torch.nan, 9.0], [0.0, 0.0]]).unsqueeze(-1)
     mask = torch.tensor([[True, True], [True, False]]).unsqueeze(-1)
     metrics = value_gap_metrics(values, rollout, mask)
-    assert metrics == {"actor/rollout_train_value_gap": 0.25, "actor/rollout_train_value_gap_max": 0.5}
+    assert metrics == {
+        "actor/rollout_train_value_gap": 0.25,
+        "actor/rollout_train_value_gap_max": 0.5,
+        "actor/rollout_train_value_rms": pytest.approx(math.sqrt((1 + 4) / 2)),
+    }
     nothing = value_gap_metrics(values, rollout, torch.zeros_like(mask))
     assert nothing.keys() == metrics.keys()
     assert all(math.isnan(v) for v in nothing.values())

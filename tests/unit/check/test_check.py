@@ -19,7 +19,7 @@ from rlinf_phyai.check.compare import Result, check_config, compare, send_weight
 from rlinf_phyai.check.observations import RandomObservations
 from rlinf_phyai.cli import app
 from rlinf_phyai.config_files import load_config
-from rlinf_phyai.models.pi05.stated_sizes import TINY_SIZES
+from rlinf_phyai.models.pi05.stated_sizes import TINY_SIZES, StatedSizes
 from rlinf_phyai.models.pi05.tiny import make_tiny_checkpoint
 
 TINY = "libero_spatial_ppo_openpi_pi05_phyai_tiny"
@@ -51,7 +51,7 @@ def run(cfg: Any):
     from rlinf_phyai.actor.in_process import in_process_actor, start_process_group
     from rlinf_phyai.rollout.build import build_policy
 
-    def check(plant=None, observe=None, cfg=cfg) -> Result:
+    def check(plant=None, observe=None, cfg=cfg, limits=LIMITS) -> Result:
         start_process_group()
         torch.manual_seed(0)
         actor = in_process_actor(cfg)
@@ -59,7 +59,7 @@ def run(cfg: Any):
         send_weights(actor, policy)
         if plant is not None:
             plant(actor, policy)
-        result = compare(actor, policy, observe or RandomObservations(ENVS), STEPS, LIMITS)
+        result = compare(actor, policy, observe or RandomObservations(ENVS), STEPS, limits)
         policy.engine.close()
         return result
 
@@ -112,6 +112,16 @@ def test_other_samplers_and_critics_pass(overrides, run, base_overrides, reposit
     )
     assert failures(result) == {}
     assert (result.metrics["actor/entropy_loss"] != 0) == ("+noise=flow_noise" in overrides)
+
+
+def test_a_bfloat16_checkpoint_passes(run, tmp_path, repository):
+    """It states its type, and both sides hold it so: every parameter is the same, the norms that only the actor's loader rounds too."""
+    folder = make_tiny_checkpoint(tmp_path / "checkpoint", config=StatedSizes(params_dtype="bfloat16"))
+    overrides = [f"actor.model.model_path={folder}"]
+    cfg = check_config(load_config(TINY, overrides, config_folder(repository)), ENVS * STEPS)
+    result = run(cfg=cfg, limits=Limits.for_dtype(torch.bfloat16))
+    assert failures(result) == {}
+    assert result.metrics[GAP] > LIMITS.logprob_gap  # it was not float32
 
 
 def test_pi0_passes(run, tmp_path, repository):

@@ -76,12 +76,29 @@ def test_two_correct_policies_act_alike(play: Callable[..., PairedResult], tmp_p
     assert len(result.max_difference) == STEPS
     assert max(result.max_difference) < 1e-5 < 1e-3 < result.action_std
     assert result.same_start
+    assert set(result.start_difference) == set(Toy().reset())
     assert result.engine == result.stock
     assert (result.paired.both, result.paired.neither) == (1, 2)
     print_pair(result)
     assert "solved by both 1, only the engine 0, only RLinf's model 0, neither 2" in capsys.readouterr().out
     write_pair(result, tmp_path / "logs" / "compare.json")
     assert json.loads((tmp_path / "logs" / "compare.json").read_text())["paired"]["both"] == 1
+
+
+def test_another_start_shows(play: Callable[..., PairedResult], monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    reset, seen = Toy.reset, []
+
+    def other(self: Toy) -> dict[str, Any]:
+        observation = reset(self)
+        seen.append(observation)
+        return observation if len(seen) == 1 else observation | {"main_images": observation["main_images"] ^ 2}
+
+    monkeypatch.setattr(Toy, "reset", other)
+    result = play()
+    assert not result.same_start
+    assert {name: value for name, value in result.start_difference.items() if value} == {"main_images": 2.0}
+    print_pair(result)
+    assert "they differ in main_images by up to 2;" in capsys.readouterr().out
 
 
 def test_another_weight_shows(play: Callable[..., PairedResult]) -> None:
