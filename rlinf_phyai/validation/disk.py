@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rlinf_phyai.errors import CheckpointError
-from rlinf_phyai.models.pi05.stated_sizes import actor_params_dtype
 from rlinf_phyai.validation.files import checkpoint_dir
 from rlinf_phyai.validation.problems import Problem, warning
 from rlinf_phyai.validation.settings import Settings
@@ -35,6 +34,7 @@ def checkpoint_bytes(s: Settings) -> int | None:
     None where the checkpoint to start from cannot be read.
     """
     from rlinf_phyai.models.pi05.checkpoint import tensor_shapes
+    from rlinf_phyai.models.pi05.stated_sizes import actor_params_dtype
 
     path = checkpoint_dir(s)
     if path is None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from rlinf_phyai.models.pi05.stated_sizes import actor_params_dtype
 from rlinf_phyai.validation.correction import RECOMPUTE
 from rlinf_phyai.validation.problems import Problem, did_you_mean, one_of, show, warning
 from rlinf_phyai.validation.settings import Settings
@@ -228,6 +227,8 @@ def prefix_precision(s: Settings) -> Iterator[Problem]:
 
 def _held_in_float32(s: Settings) -> bool:
     """Whether the checkpoint says that the actor holds it in float32; what cannot be read is reported elsewhere."""
+    from rlinf_phyai.models.pi05.stated_sizes import actor_params_dtype
+
     folder = s.path(f"{s.model}.model_path")
     with contextlib.suppress(ValueError, OSError):
         return folder is not None and actor_params_dtype(folder) == "float32"
