@@ -10,7 +10,7 @@ started=$SECONDS
 
 echo "== 1/3 Environment"
 bash requirements/install.sh --python 3.12 --torch 2.11.0 --install-rlinf embodied --model openpi --env libero \
-  --engine phyai --venv "${RLINF_PHYAI_VENV:-.venv}"
+  --engine phyai --venv "${RLINF_PHYAI_VENV:-.venv}" --no-hints
 source "${RLINF_PHYAI_VENV:-.venv}/bin/activate"
 
 echo "== 2/3 Tiny checkpoint"
@@ -18,9 +18,17 @@ if [ -f "$checkpoint/config.json" ]; then echo "$checkpoint exists"; else rlinf-
 
 echo "== 3/3 Two training steps"
 before=$SECONDS
+export RLINF_LOG_LEVEL=${RLINF_LOG_LEVEL:-WARNING}             # RLinf's account of nodes and placements: INFO shows it
+export RLINF_PHYAI_STEP_TABLE=${RLINF_PHYAI_STEP_TABLE:-0} # a line instead of RLinf's table of all metrics: 1 shows it
 bash examples/embodiment/run_embodiment.sh "$config" "$@"
 echo "trained in $((SECONDS - before)) s"
 
 log_dir=$(ls -dt logs/*-"$config" | head -1)
 rlinf-phyai show-run "$log_dir"
-echo "Everything took $((SECONDS - started)) s. Curves: tensorboard --logdir $log_dir"
+cat <<EOF
+Everything took $((SECONDS - started)) s. Next:
+  source ${RLINF_PHYAI_VENV:-.venv}/bin/activate
+  tensorboard --logdir $log_dir                                     # the curves
+  bash examples/quickstart.sh rollout.phyai.debug_logprob_offset=0.01    # make the engine lie and see it noticed
+  less README.md                                                   # "Train the full model" takes a GPU and a checkpoint
+EOF

@@ -25,6 +25,8 @@ Makes one virtual environment with RLinf, openpi, LIBERO and this project.
                          must agree, or the installer stops
   --no-flashinfer        do not install it
   --no-system-packages   never call apt-get (it installs Mesa's EGL where off-screen rendering fails and you are root)
+  --take-over            point an environment that runs another checkout's code to this one
+  --no-hints             leave out what to do next (for scripts that go on themselves)
   --dry-run              print every step and command, change nothing
   --help                 this text
 
@@ -36,7 +38,7 @@ die() { printf 'install.sh: %s\n' "$*" >&2; exit 2; }
 
 # ---- command line ----------------------------------------------------------------------------------------------------
 python=3.12 torch=2.11.0 part= install_rlinf=0 model=openpi env=libero engine=phyai
-venv="$root/.venv" assets=pip flashinfer=auto system_packages=1 dry_run=0
+venv="$root/.venv" assets=pip flashinfer=auto system_packages=1 hints=1 take_over=0 dry_run=0
 value() { [ $# -ge 2 ] && [ -n "$2" ] && [ "${2#--}" = "$2" ] || die "$1 needs a value (see --help)"; }
 choice() { # NAME VALUE ALLOWED...
   local name=$1 given=$2 allowed; shift 2
@@ -56,6 +58,8 @@ while [ $# -gt 0 ]; do
     --flashinfer) flashinfer=1 ;;
     --no-flashinfer) flashinfer=0 ;;
     --no-system-packages) system_packages=0 ;;
+    --take-over) take_over=1 ;;
+    --no-hints) hints=0 ;;
     --dry-run) dry_run=1 ;;
     -h | --help) usage; exit 0 ;;
     -*) die "unknown option '$1' (see --help)" ;;
@@ -97,6 +101,23 @@ stopped() {
   printf '\ninstall.sh stopped in step %d, "%s", with exit code %d; its own message is above.\n' "$step_now" "$step_name" "$code" >&2
   printf 'The same command continues from here; to start afresh remove %s first.\n' "$venv" >&2
 }
+
+# ---- one environment, one checkout ------------------------------------------------------------------------------------
+# The install is editable: whoever installs last decides whose code every checkout with this environment runs.
+if [ $engine = phyai ] && [ -x "$venv/bin/python" ]; then
+  other=$("$venv/bin/python" - <<'EOF' 2>/dev/null || true
+import importlib.metadata, json, os, urllib.parse, urllib.request
+url = json.loads(importlib.metadata.distribution("rlinf-phyai").read_text("direct_url.json"))["url"]
+print(os.path.realpath(urllib.request.url2pathname(urllib.parse.urlparse(url).path)))
+EOF
+  )
+  if [ -n "$other" ] && [ "$other" != "$(realpath "$root")" ] && [ -d "$other/rlinf_phyai" ]; then
+    [ $take_over = 1 ] || die "$venv runs the code of $other, and installing from $root would change that for both.
+Either give this checkout an environment of its own: --venv DIR (examples/quickstart.sh and tests/run.sh: RLINF_PHYAI_VENV=DIR),
+or point this one here: the same install.sh command with --take-over."
+    echo "$venv ran the code of $other; from now on it runs that of $root."
+  fi
+fi
 
 # ---- quick way out: everything in place ------------------------------------------------------------------------------
 state="$venv/etc/rlinf-phyai" stamp="$venv/etc/rlinf-phyai/installed"
@@ -283,5 +304,5 @@ fi
 fingerprint >"$stamp"
 done_step
 trap - EXIT
-printf '\nReady after %d s, %s on disk. Next:\n' $((SECONDS - started)) "$(du -sh "$venv" | cut -f1)"
-printf '  source %s/bin/activate\n  bash examples/quickstart.sh\n' "$venv"
+printf '\nReady after %d s, %s on disk.\n' $((SECONDS - started)) "$(du -sh "$venv" | cut -f1)"
+[ $hints = 0 ] || printf 'Next:\n  source %s/bin/activate\n  bash examples/quickstart.sh\n' "$venv"

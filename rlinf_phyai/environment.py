@@ -6,6 +6,9 @@ import sys
 from collections.abc import MutableMapping
 from pathlib import Path
 
+PTRACER = "ignore:prctl(PR_SET_PTRACER:UserWarning"
+"""RLinf lets debuggers of the same user attach, which containers forbid: nothing that a run needs."""
+
 
 def set_defaults(environment: MutableMapping[str, str] | None = None) -> None:
     """Fill in the variables. Call before RLinf, LIBERO or jax is imported; Ray's workers inherit them."""
@@ -24,3 +27,7 @@ def set_defaults(environment: MutableMapping[str, str] | None = None) -> None:
         defaults["LIBERO_CONFIG_PATH"] = str(libero)
     for name, value in defaults.items():
         environment.setdefault(name, value)
+    # RLinf's workers ask for it before they load an extension, so only the interpreter's own list of filters comes first.
+    filters = environment.get("PYTHONWARNINGS", "")
+    if PTRACER not in filters:
+        environment["PYTHONWARNINGS"] = f"{filters},{PTRACER}" if filters else PTRACER

@@ -2,7 +2,6 @@
 """What training and evaluation share: from a composed config to confirmed RLinf worker groups, and a clean end."""
 
 import importlib
-import json
 import os
 import sys
 import traceback
@@ -62,7 +61,7 @@ def worker_groups(
     with claimed(log_path), ray_cluster(cfg.cluster.num_nodes, say), RayGuard() as guard:
         cfg = validate_cfg(cfg)  # starts Ray
         guard.install()
-        print_config(cfg)
+        write_config(cfg)
         cluster = Cluster(cluster_cfg=cfg.cluster, distributed_log_dir=cfg.runner.per_worker_log_path)
         share_environment(cluster)
         placement = HybridComponentPlacement(cfg, cluster)
@@ -132,9 +131,11 @@ def cluster_gpus(cfg: DictConfig) -> int | None:
     return 0 if found is None else len(found.infos)
 
 
-def print_config(cfg: DictConfig) -> None:
-    """The resolved config on stdout, as RLinf prints it."""
-    print(json.dumps(OmegaConf.to_container(cfg, resolve=True), indent=2), flush=True)
+def write_config(cfg: DictConfig) -> None:
+    """The resolved config, as RLinf completed it, into ``config.yaml`` of the log folder."""
+    file = Path(cfg.runner.logger.log_path) / "config.yaml"
+    file.write_text(OmegaConf.to_yaml(cfg, resolve=True))
+    say(f"config: {file}")
 
 
 def share_environment(cluster: Any) -> None:

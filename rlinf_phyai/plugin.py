@@ -16,7 +16,7 @@ from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlinf_phyai import __version__
+from rlinf_phyai import __version__, notices
 from rlinf_phyai.errors import PhyaiError
 
 EXT_MODULE = "RLINF_EXT_MODULE"
@@ -59,6 +59,7 @@ def register() -> None:
     if _State.registered:
         return
     try:
+        notices.leave_out()
         _check_rlinf()
         _register_platform()
         _register_chained()

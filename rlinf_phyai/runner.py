@@ -4,6 +4,7 @@
 Loading a full-size model takes minutes in several processes at once; a run that says nothing meanwhile looks stuck.
 """
 
+import os
 import shutil
 import threading
 import time
@@ -18,6 +19,16 @@ from rlinf_phyai.checksum import require_equal
 from rlinf_phyai.launch import say
 from rlinf_phyai.tensorboard_layout import add_layout
 
+STEP_TABLE = "RLINF_PHYAI_STEP_TABLE"
+STEP_FIGURES = {
+    "time/step": "seconds",
+    "env/success_once": "success",
+    "env/return": "return",
+    "train/actor/rollout_train_logprob_gap": "gap to the engine",
+    "train/actor/grad_norm": "gradient norm",
+}
+"""Metric -> its name in the line of a step."""
+
 
 class PhyaiRunner(EmbodiedRunner):
     """Runs the same loop as RLinf's; after the first weight sync, actor and rollout must hold the same parameters.
@@ -28,6 +39,16 @@ class PhyaiRunner(EmbodiedRunner):
 
     checkpoint: Path | None = None
     _weights_compared = False
+
+    def print_metrics_table_async(
+        self, step: int, total_steps: int, start_time: float, metrics: dict[str, Any], start_step: int = 0
+    ) -> None:
+        """RLinf's table of all metrics after every step; one line with ``RLINF_PHYAI_STEP_TABLE=0``."""
+        if os.environ.get(STEP_TABLE, "1") != "0":
+            super().print_metrics_table_async(step, total_steps, start_time, metrics, start_step)
+            return
+        figures = [f"{label} {metrics[key]:.3g}" for key, label in STEP_FIGURES.items() if key in metrics]
+        self.log_queue.put((say, (f"step {step + 1} of {total_steps}: {', '.join(figures)}",)))
 
     def update_rollout_weights(self) -> None:
         """RLinf's weight sync. The first one is followed by a comparison of all parameters, frozen ones included.

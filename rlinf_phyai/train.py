@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train: ``python -m rlinf_phyai.train --config-path DIR --config-name NAME [overrides]``.
 
-Validates the config, prints it, starts RLinf's workers with the classes of the chosen rollout backend, checks that they
+Validates the config, writes it into the log folder, starts RLinf's workers with the classes of the chosen rollout backend, checks that they
 run, and hands over to RLinf's runner.
 """
 

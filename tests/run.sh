@@ -6,7 +6,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash requirements/install.sh --python 3.12 --torch 2.11.0 --install-rlinf embodied --model openpi --env libero \
-  --engine phyai --venv "${RLINF_PHYAI_VENV:-.venv}"
+  --engine phyai --venv "${RLINF_PHYAI_VENV:-.venv}" --no-hints
 source "${RLINF_PHYAI_VENV:-.venv}/bin/activate"
 
 chosen=(-m "not long")

@@ -11,6 +11,7 @@ of environments or the length of an episode.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import signal
 import time
@@ -22,6 +23,7 @@ from typing import Any, ClassVar
 import psutil
 from rlinf.envs.libero import venv
 
+from rlinf_phyai import notices
 from rlinf_phyai.errors import PhyaiError
 from rlinf_phyai.signs import mark
 
@@ -134,6 +136,17 @@ class WatchedSimulator(venv.ReconfigureSubprocEnvWorker):
     def parent_remote(self, connection: Connection) -> None:
         name = f"simulator {next(self.numbers)} of {self.owner_name}"
         self._pipe = WatchedPipe(connection, self, name, self.timeout)
+
+    @property
+    def process(self) -> Any:
+        """The process."""
+        return self._process
+
+    @process.setter
+    def process(self, process: Any) -> None:
+        # Not started yet: RLinf assigns it first. The new process unpickles this from left to right.
+        process._target = functools.partial(notices.run, notices.LeaveOut(), process._target)
+        self._process = process
 
 
 @contextmanager

@@ -1,22 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """RLinf's rollout worker with the engine as its policy.
 
-Channels, pipeline stages, progress bars and the weight-sync protocol stay RLinf's. Overridden are: building the model,
-the weight sync (one engine session around it), the predictions of which only the value is used, and offloading.
+Channels, pipeline stages and the weight-sync protocol stay RLinf's. Overridden are: building the model,
+the weight sync (one engine session around it), the predictions of which only the value is used, offloading, and when a progress
+bar is worth a line.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal
 
 import torch
 from rlinf.scheduler import Channel, Worker
+from rlinf.workers.rollout.hf import huggingface_worker
 from rlinf.workers.rollout.hf.huggingface_worker import MultiStepRolloutWorker
+from tqdm import tqdm
 
 from rlinf_phyai.checksum import Checksum
 from rlinf_phyai.rollout.build import build_policy
 from rlinf_phyai.rollout.policy import PhyaiPolicy
 from rlinf_phyai.signs import SignsOfLife, mark
+
+BAR_EVERY_S = 15.0
+"""Seconds between two lines of RLinf's progress bar."""
+
+
+# Ray prints every state of a bar on a line of its own: none for a short rollout, one every few seconds for a long one.
+huggingface_worker.tqdm = functools.partial(tqdm, delay=BAR_EVERY_S, mininterval=BAR_EVERY_S, leave=False)
 
 
 class PhyaiRolloutWorker(SignsOfLife, MultiStepRolloutWorker):

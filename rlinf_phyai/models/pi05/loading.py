@@ -105,7 +105,7 @@ def write_tensors(
         tensors,
         total=len(report.loaded) + len(report.ignored),
         desc="Loading weights",
-        disable=not progress,
+        disable=None if progress else True,  # None: only where a terminal can redraw it
         leave=False,
     )
     for name, tensor in bar:

@@ -54,6 +54,10 @@ def test_environment_defaults_do_not_override() -> None:
     environment.set_defaults(variables)
     assert variables["MUJOCO_GL"] == "osmesa"
     assert variables["JAX_PLATFORMS"] == "cpu"
+    variables["PYTHONWARNINGS"] = "error"
+    for _ in range(2):
+        environment.set_defaults(variables)
+        assert variables["PYTHONWARNINGS"] == f"error,{environment.PTRACER}"
 
 
 def test_own_errors_become_messages(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,8 +2,10 @@
 """requirements/install.sh: its command line, and its check of what it made."""
 
 import importlib.util
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -234,3 +236,46 @@ def test_libero_files(check_install: ModuleType, tmp_path: Path, monkeypatch: py
     assert "another environment" in problem
     (config / "config.yaml").write_text(f"benchmark_root: {tmp_path}/libero/libero\n")
     assert check_install.check_libero(config, assets=True) == []
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> Path:
+    """An environment in which the code of ``tmp_path / "other"`` is installed."""
+    other = tmp_path / "other"
+    (other / "rlinf_phyai").mkdir(parents=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "env")], check=True)
+    (site,) = (tmp_path / "env" / "lib").glob("python3*/site-packages")
+    info = site / "rlinf_phyai-0.1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: rlinf-phyai\nVersion: 0.1.0\n")
+    (info / "direct_url.json").write_text(json.dumps({"url": other.as_uri(), "dir_info": {"editable": True}}))
+    return tmp_path / "env"
+
+
+def test_an_environment_of_another_checkout_is_not_taken_over(root: Path, environment: Path, tmp_path: Path) -> None:
+    command = (*DOCUMENTED, "--venv", str(environment), "--no-flashinfer", "--dry-run")
+    refused = installer(root, *command)
+    assert refused.returncode == 2
+    for words in (
+        f"runs the code of {tmp_path / 'other'}",
+        f"installing from {root}",
+        "--venv DIR",
+        "RLINF_PHYAI_VENV",
+        "--take-over",
+    ):
+        assert words in refused.stderr
+    assert "+ " not in refused.stdout
+    taken = installer(root, *command, "--take-over")
+    assert taken.returncode == 0, taken.stderr
+    assert f"ran the code of {tmp_path / 'other'}; from now on it runs that of {root}" in taken.stdout
+
+
+def test_an_environment_whose_checkout_is_gone_is_used(root: Path, environment: Path, tmp_path: Path) -> None:
+    shutil.rmtree(tmp_path / "other")
+    assert installer(root, *DOCUMENTED, "--venv", str(environment), "--no-flashinfer", "--dry-run").returncode == 0
+
+
+def test_an_environment_of_this_checkout_is_used(root: Path, environment: Path) -> None:
+    (record,) = environment.glob("lib/python3*/site-packages/*.dist-info/direct_url.json")
+    record.write_text(json.dumps({"url": root.as_uri(), "dir_info": {"editable": True}}))
+    assert installer(root, *DOCUMENTED, "--venv", str(environment), "--no-flashinfer", "--dry-run").returncode == 0

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Notices of other packages that tell nothing about a run, left out by their exact words.
+
+LIBERO builds on gym and robosuite, and openpi logs each file that it reads. What they say in every process at its start would hide
+the lines that matter. Anything else that these packages say, in other words, is shown.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import Any
+
+GYM = "Gym has been unmaintained since 2022"
+LOGGED: dict[str, tuple[str, ...]] = {
+    "robosuite_logs": (
+        "No private macro file found!",
+        "It is recommended to use a private macro file",
+        "To setup, run: python ",
+    ),
+    "OpenGL.acceleratesupport": ("No OpenGL_accelerate module loaded",),
+    "root": ("Loaded norm stats from ",),
+}
+"""Logger -> how its notices begin."""
+WARNED: tuple[tuple[type[Warning], str, str], ...] = (
+    # robosuite announces its macros through a method that Python renamed
+    (DeprecationWarning, "The 'warn' method is deprecated, use 'warning' instead", r"robosuite\.macros"),
+)
+"""Category, message and module of warnings."""
+
+
+class _Leave:
+    """A logging filter that leaves out messages beginning in given ways."""
+
+    def __init__(self, beginnings: tuple[str, ...]) -> None:
+        self.beginnings = beginnings
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith(self.beginnings)
+
+
+def leave_out() -> None:
+    """In this process, from now on; before gym is imported. Calling again does nothing."""
+    for name, beginnings in LOGGED.items():
+        logger = logging.getLogger(None if name == "root" else name)
+        if not any(isinstance(known, _Leave) for known in logger.filters):
+            logger.addFilter(_Leave(beginnings))
+    for category, message, module in WARNED:
+        warnings.filterwarnings("ignore", message, category, module)
+    try:
+        from gym_notices.notices import notices  # type: ignore[import-untyped]
+    except ImportError:  # then gym prints none
+        return
+    for version, text in list(notices.items()):
+        if text.startswith(GYM):
+            del notices[version]
+
+
+class LeaveOut:
+    """Calls :func:`leave_out` in a process where it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return leave_out, ()
+
+
+def run(_notices: object, function: Any, *args: Any) -> Any:
+    """``function(*args)``; pickled as ``(run, (LeaveOut(), function))``, the notices are left out before its module is imported."""
+    return function(*args)
