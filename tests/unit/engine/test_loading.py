@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""R14: what loads, what is refused, and what the report says."""
+"""R14: which layouts and sizes load, and what the report says."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rlinf_phyai.engine import CheckpointError, Engine, RequestError
+from rlinf_phyai.engine import CheckpointError
 from rlinf_phyai.models.pi05 import PI05Config, load_config
 
 from .checkpoints import (
@@ -27,21 +26,14 @@ from .checkpoints import (
     random_state,
     write_checkpoint,
 )
-from .conftest import SIZES, assert_same_bits, build_engine, rollout_request, rollout_tensors, step_request
-
-MakeEngine = Callable[..., Engine]
-STATE = random_state(SIZES, seed=3)
-VALUE_NAMES = [name for name in STATE if name.startswith("value_head.")]
+from .conftest import SIZES, assert_same_bits, build_engine, rollout_request, rollout_tensors
+from .loading_state import STATE, MakeEngine, write
 
 
 @pytest.fixture
 def expected(make_engine: MakeEngine) -> dict[str, Tensor]:
     """Outputs of the plain checkpoint, whose weights equal STATE."""
     return rollout_tensors(make_engine(), rollout_request())
-
-
-def write(directory: Path, state: dict[str, Tensor] = STATE, **options: Any) -> Path:
-    return write_checkpoint(directory, state, SIZES, **options)
 
 
 def old_nesting(name: str) -> str:
@@ -233,232 +225,6 @@ def test_sizes_that_contradict_the_tensors(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config_json(SIZES.but(prefix_mlp=41))))
     with pytest.raises(CheckpointError, match=r"gate_proj.*\(40, 48\).*\(41, 48\)"):
         build_engine(tmp_path)
-
-
-# -- refusals -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("own_sizes", [True, False], ids=["own-sizes", "inferred"])
-@pytest.mark.parametrize(
-    "name",
-    [
-        "action_out_proj.bias",
-        "action_in_proj.weight",
-        "time_mlp_in.weight",
-        VLM + "model.vision_tower.vision_model.embeddings.patch_embedding.weight",
-        VLM + "model.vision_tower.vision_model.encoder.layers.0.mlp.fc1.weight",
-        VLM + "model.language_model.layers.0.self_attn.q_proj.weight",
-        VLM + "model.language_model.norm.weight",
-        "paligemma_with_expert.gemma_expert.model.layers.1.input_layernorm.dense.bias",
-        "paligemma_with_expert.gemma_expert.model.layers.0.mlp.gate_proj.weight",
-    ],
-)
-def test_missing_tensor_is_named(name: str, own_sizes: bool, tmp_path: Path) -> None:
-    write(tmp_path, drop=[name])
-    if not own_sizes:
-        (tmp_path / "config.json").unlink()
-    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
-        build_engine(tmp_path)
-
-
-def test_both_tied_tensors_missing(tmp_path: Path) -> None:
-    write(tmp_path, drop=[EMBEDDING, LM_HEAD])
-    with pytest.raises(CheckpointError, match=r"embed_tokens\.weight"):
-        build_engine(tmp_path)
-
-
-def test_tied_tensors_that_differ(tmp_path: Path) -> None:
-    write(tmp_path, STATE | {LM_HEAD: STATE[LM_HEAD] + 1})
-    with pytest.raises(CheckpointError, match=r"embed_tokens\.weight and .*lm_head\.weight"):
-        build_engine(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["noise_head.weight", "model.extra", "action_in_proj.scale", "state_proj.weight"])
-def test_unexpected_tensor_is_named(name: str, tmp_path: Path) -> None:
-    write(tmp_path, STATE | {name: torch.zeros(3)})
-    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
-        build_engine(tmp_path)
-
-
-def test_wrong_shape_is_named_with_both_shapes(tmp_path: Path) -> None:
-    write(tmp_path, STATE | {"action_out_proj.weight": torch.zeros(8, 31)})
-    with pytest.raises(CheckpointError, match=r"action_out_proj\.weight.*\(8, 31\).*\(8, 32\)"):
-        build_engine(tmp_path)
-
-
-def test_integer_weights_are_refused(tmp_path: Path) -> None:
-    write(tmp_path, STATE | {"action_out_proj.weight": torch.zeros(8, 32, dtype=torch.int32)})
-    with pytest.raises(CheckpointError, match=r"action_out_proj\.weight.*I32"):
-        build_engine(tmp_path)
-
-
-def test_a_tensor_that_comes_twice_after_renaming(tmp_path: Path) -> None:
-    """L1: ``model.x`` and ``x`` are one parameter; silently taking the last one would hide a broken checkpoint."""
-    write(tmp_path, STATE | {"model.action_out_proj.bias": STATE["action_out_proj.bias"] + 1})
-    with pytest.raises(CheckpointError, match=r"action_out_proj\.bias.*twice"):
-        build_engine(tmp_path)
-
-
-def test_a_tensor_that_comes_in_two_shards(tmp_path: Path) -> None:
-    write(tmp_path)
-    save_file({"action_out_proj.bias": torch.ones(8)}, tmp_path / "z.safetensors")
-    with pytest.raises(CheckpointError, match=r"action_out_proj\.bias.*twice"):
-        build_engine(tmp_path)
-
-
-@pytest.mark.parametrize("kept", [0, 4, 100, -1000])
-def test_truncated_safetensors(kept: int, tmp_path: Path) -> None:
-    file = write(tmp_path) / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:kept])
-    with pytest.raises(CheckpointError, match=r"model\.safetensors.*truncated"):
-        build_engine(tmp_path)
-
-
-def test_missing_folder_and_folder_without_weights(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="does not exist"):
-        build_engine(tmp_path / "nowhere")
-    with pytest.raises(CheckpointError, match=r"\*\.safetensors"):
-        build_engine(tmp_path)
-
-
-def test_another_model(tmp_path: Path) -> None:
-    save_file({"some.weight": torch.zeros(3)}, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"no PI0\.5 or PI0 model"):
-        build_engine(tmp_path)
-
-
-# -- the critic -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def without_critic(tmp_path: Path) -> Path:
-    return write(tmp_path / "sft", drop=VALUE_NAMES)
-
-
-def test_without_a_critic_there_is_no_value(
-    without_critic: Path, make_engine: MakeEngine, expected: dict[str, Tensor]
-) -> None:
-    engine = make_engine(without_critic)
-    found = rollout_tensors(engine, rollout_request())
-    assert "values" not in found
-    assert float((found["actions"] - expected["actions"]).abs().max()) < 1e-5
-    with pytest.raises(RequestError, match="value_mode"):
-        engine.value(step_request())
-    assert not any(name.startswith("value_head.") for name in engine.state_dict())
-
-
-def test_configured_critic_without_weights_waits_for_them(
-    without_critic: Path, make_engine: MakeEngine, expected: dict[str, Tensor]
-) -> None:
-    engine = make_engine(without_critic, value_mode="mean_token")
-    assert engine.load_report.optional
-    for call in (engine.rollout_step, engine.value):
-        with pytest.raises(RequestError, match="value_head"):
-            call(rollout_request())
-    request = rollout_request()
-    no_value = type(request)(**(vars(request) | {"compute_value": False}))
-    assert engine.rollout_step(no_value).values is None
-    assert engine.step(step_request()).isfinite().all()
-
-
-def test_critic_weights_that_come_by_an_update(
-    tmp_path: Path, make_engine: MakeEngine, expected: dict[str, Tensor]
-) -> None:
-    write(tmp_path, drop=VALUE_NAMES)
-    own = config_json(SIZES)
-    own["rlinf_phyai"]["value_head_sizes"] = list(SIZES.value_hidden or ())
-    (tmp_path / "config.json").write_text(json.dumps(own))
-    engine = make_engine(tmp_path, value_mode="mean_token")
-    with engine.weight_update(version=1) as update:
-        update({name: STATE[name] for name in VALUE_NAMES})
-    assert engine.load_report.optional == []
-    assert_same_bits(rollout_tensors(engine, rollout_request()), expected)
-
-
-def test_half_a_critic_is_an_error(tmp_path: Path) -> None:
-    write(tmp_path, drop=["value_head.mlp.2.bias"])
-    with pytest.raises(CheckpointError, match=r"value_head\.mlp\.2\.bias"):
-        build_engine(tmp_path)
-
-
-def test_critic_of_the_other_kind(checkpoint: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"value_head\.mlp\.0\.weight.*\(16, 48\).*\(16, 32\)"):
-        build_engine(checkpoint, value_mode="expert")
-
-
-# -- extra weights on top (R6) --------------------------------------------------------------------------------------------
-
-
-def save_extra(file: Path, state: dict[str, Tensor]) -> Path:
-    torch.save(state, file)
-    return file
-
-
-def test_extra_weights_replace_those_of_the_checkpoint(tmp_path: Path, make_engine: MakeEngine) -> None:
-    """Any subset, frozen parameters too, under any accepted name."""
-    other = random_state(SIZES, seed=8)
-    subset = {name: other[name] for i, name in enumerate(other) if i % 3 == 0 and name not in (EMBEDDING, LM_HEAD)}
-    file = save_extra(tmp_path / "run.pt", {f"model.{name}": tensor for name, tensor in subset.items()})
-    mixed = make_engine(write(tmp_path / "mixed", STATE | subset))
-    engine = make_engine(weights=file)
-    assert_same_bits(rollout_tensors(engine, rollout_request()), rollout_tensors(mixed, rollout_request()))
-    assert sorted(engine.load_report.loaded) == sorted(set(STATE) - {EXPERT_LM_HEAD})
-
-
-def test_full_state_dict_of_a_run(tmp_path: Path, make_engine: MakeEngine) -> None:
-    other = random_state(SIZES, seed=8)
-    engine = make_engine(weights=save_extra(tmp_path / "run.pt", other))
-    fresh = make_engine(write(tmp_path / "other", other))
-    assert_same_bits(rollout_tensors(engine, rollout_request()), rollout_tensors(fresh, rollout_request()))
-
-
-@pytest.mark.parametrize(
-    "state, message",
-    [
-        ({"action_in_proj.scale": torch.zeros(3)}, r"action_in_proj\.scale"),
-        ({"action_in_proj.bias": torch.zeros(3)}, r"action_in_proj\.bias.*\(3,\).*\(32,\)"),
-        ({"action_in_proj.bias": torch.zeros(32), "model.action_in_proj.bias": torch.zeros(32)}, "twice"),
-        ({EXPERT_LM_HEAD: STATE[EXPERT_LM_HEAD]}, "no parameter"),
-        ({}, "no parameter"),
-        ({"step": 3}, "flat mapping"),
-        ({1: torch.zeros(32)}, "flat mapping"),
-        ({"action_in_proj.bias": torch.zeros(32, device="meta")}, r"action_in_proj\.bias as a meta tensor"),
-        ({"action_in_proj.bias": torch.zeros(32).to_sparse()}, r"action_in_proj\.bias as a torch\.sparse_coo tensor"),
-        ({"model": {"action_in_proj.bias": torch.zeros(32)}}, "flat mapping"),
-    ],
-)
-def test_extra_weights_that_do_not_fit(state: dict[str, Any], message: str, tmp_path: Path, checkpoint: Path) -> None:
-    with pytest.raises(CheckpointError, match=message):
-        build_engine(checkpoint, weights=save_extra(tmp_path / "run.pt", state))
-
-
-def test_extra_weights_of_a_lora_run_are_merged(tmp_path: Path, make_engine: MakeEngine) -> None:
-    name = "paligemma_with_expert.paligemma.model.language_model.layers.0.mlp.up_proj.weight"
-    stem = name.replace(".paligemma.", ".paligemma.base_model.model.").removesuffix(".weight")
-    gen = torch.Generator().manual_seed(0)
-    before = STATE[name].float()
-    a, b = torch.randn(2, before.shape[1], generator=gen), torch.randn(before.shape[0], 2, generator=gen)
-    state = {
-        f"{stem}.base_layer.weight": before,
-        f"{stem}.lora_A.default.weight": a,
-        f"{stem}.lora_B.default.weight": b,
-    }
-    engine = make_engine(weights=save_extra(tmp_path / "run.pt", state))
-    torch.testing.assert_close(engine.state_dict()[name], before + b @ a)
-    del state[f"{stem}.lora_B.default.weight"]
-    with pytest.raises(CheckpointError, match=r"up_proj\.weight is incomplete"):
-        make_engine(weights=save_extra(tmp_path / "half.pt", state))
-
-
-def test_extra_weights_missing_or_truncated(tmp_path: Path, checkpoint: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"nowhere\.pt does not exist"):
-        build_engine(checkpoint, weights=tmp_path / "nowhere.pt")
-    with pytest.raises(CheckpointError, match=r"is a directory; name the \.pt file inside"):
-        build_engine(checkpoint, weights=tmp_path)
-    file = save_extra(tmp_path / "run.pt", STATE)
-    file.write_bytes(file.read_bytes()[:1000])
-    with pytest.raises(CheckpointError, match=r"run\.pt cannot be read"):
-        build_engine(checkpoint, weights=file)
 
 
 def test_names_written_here_are_all_of_the_models_names(make_engine: MakeEngine) -> None:

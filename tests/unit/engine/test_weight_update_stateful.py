@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random sequences of begin, update, fail, abort, finish, step and close, from several threads, against a model of the engine.
 
-The first test lets hypothesis choose the calls and hands each to one of three threads in turn: the result of every call and the
-engine's state must be those of a small model. The second lets threads run freely: no step may ever see mixed weights.
+Hypothesis chooses the calls and hands each to one of three threads in turn: the result of every call and the engine's state must
+be those of a small model.
 """
 
 from __future__ import annotations
 
-import queue
 import random
-import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,84 +21,19 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from torch import Tensor
 
 from rlinf_phyai.engine import (
-    Engine,
     EngineClosedError,
     EngineUnusableError,
     UpdateState,
     WeightUpdateError,
 )
 
-from .checkpoints import EXPERT, LANGUAGE, random_state
-from .conftest import SIZES, build_engine, step_request
-
-TIME_LIMIT = 60.0  # seconds for one call: far above what it takes, so running into it is a deadlock
-
-# Two batches of parameters that reach the result by different ways: tables, fused matrices, plain matrices.
-PARTS: dict[str, tuple[str, ...]] = {
-    "a": ("time_mlp_in.weight", "action_out_proj.bias", EXPERT + "model.norm.dense.weight"),
-    "b": (
-        LANGUAGE + "layers.0.self_attn.v_proj.weight",
-        EXPERT + "model.layers.1.mlp.up_proj.weight",
-        "action_in_proj.bias",
-    ),
-}
-WEIGHTS = [random_state(SIZES, seed=3), random_state(SIZES, seed=11), random_state(SIZES, seed=12)]
-"""Weights by number; number 0 is the checkpoint's own."""
-
-REQUEST = step_request(batch=1)
-
-
-def batch(part: str, number: int) -> dict[str, Tensor]:
-    return {name: WEIGHTS[number][name] for name in PARTS[part]}
+from .conftest import build_engine
+from .numbered_weights import REQUEST, WEIGHTS, Workers, actions_of_all_mixtures, batch
 
 
 @pytest.fixture(scope="module")
 def expected(checkpoint: Path) -> dict[tuple[int, int], Tensor]:
-    """Actions of engines that hold part a of one number and part b of another; all nine differ."""
-    found = {}
-    torch.set_num_threads(1)
-    for a in range(3):
-        for b in range(3):
-            with build_engine(checkpoint, num_steps=1) as engine:
-                with engine.weight_update() as update:
-                    update(batch("a", a) | batch("b", b))
-                found[a, b] = engine.step(REQUEST)
-    values = list(found.values())
-    assert not any(torch.equal(x, y) for i, x in enumerate(values) for y in values[:i])
-    return found
-
-
-class Workers:
-    """Threads that run one call each when told to; a call that does not end in time is a deadlock."""
-
-    def __init__(self, count: int) -> None:
-        self._inboxes: list[queue.Queue[Any]] = [queue.Queue() for _ in range(count)]
-        self._threads = [threading.Thread(target=self._run, args=(inbox,), daemon=True) for inbox in self._inboxes]
-        for thread in self._threads:
-            thread.start()
-
-    @staticmethod
-    def _run(inbox: queue.Queue[Any]) -> None:
-        while (job := inbox.get()) is not None:
-            call, answer = job
-            try:
-                answer.put((call(), None))
-            except BaseException as error:  # handed to the caller
-                answer.put((None, error))
-
-    def call(self, worker: int, function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-        answer: queue.Queue[Any] = queue.Queue()
-        self._inboxes[worker].put((function, answer))
-        try:
-            return answer.get(timeout=TIME_LIMIT)
-        except queue.Empty:
-            raise AssertionError(f"no answer within {TIME_LIMIT} s: deadlock") from None
-
-    def stop(self) -> None:
-        for inbox in self._inboxes:
-            inbox.put(None)
-        for thread in self._threads:
-            thread.join(TIME_LIMIT)
+    return actions_of_all_mixtures(checkpoint)
 
 
 class SourceFailed(Exception):
@@ -280,126 +212,3 @@ def test_random_sequences_follow_the_state_machine(checkpoint: Path, expected: d
     refused = {("refused finish", UpdateState.DIRTY)}
     assert (living | ended | refused) - set(EngineMachine.seen) == set()
     assert len(EngineMachine.committed_seen) >= 6  # of 9 combinations of the two parts
-
-
-@pytest.mark.parametrize("seed", [0, 1])
-def test_free_running_threads_never_see_mixed_weights(
-    seed: int, checkpoint: Path, expected: dict[tuple[int, int], Tensor]
-) -> None:
-    """Writers send whole versions in two batches or abort before the first write; readers step all the time."""
-    engine = build_engine(checkpoint, num_steps=1)
-    whole = [expected[number, number] for number in range(3)]
-    stop_at = time.monotonic() + 4.0
-    failures: list[str] = []
-    counts = {"steps": 0, "commits": 0, "refused": 0}
-    versions: list[int] = []
-    guard = threading.Lock()
-
-    def count(name: str) -> None:
-        with guard:
-            counts[name] += 1
-
-    def reader() -> None:
-        while time.monotonic() < stop_at:
-            try:
-                actions = engine.step(REQUEST)
-            except WeightUpdateError:
-                count("refused")
-                time.sleep(0.001)
-                continue
-            count("steps")
-            if not any(torch.equal(actions, known) for known in whole):
-                failures.append("a step saw mixed weights")
-                return
-
-    def writer(index: int) -> None:
-        draw = random.Random(100 * seed + index)
-        while time.monotonic() < stop_at:
-            number = draw.randrange(3)
-            try:
-                engine.begin_weight_update()
-            except WeightUpdateError:
-                count("refused")
-                time.sleep(0.001)
-                continue
-            if draw.random() < 0.3:
-                engine.abort_weight_update()
-                continue
-            engine.update_weights(batch("a", number))
-            time.sleep(draw.random() * 0.005)  # leaves the lock between the two batches
-            engine.update_weights(batch("b", number))
-            engine.finish_weight_update()
-            with guard:
-                counts["commits"] += 1
-                versions.append(engine.version)
-            time.sleep(draw.random() * 0.005)
-
-    def guarded(function: Callable[[], None]) -> None:
-        torch.set_num_threads(1)
-        try:
-            function()
-        except BaseException as error:
-            failures.append(repr(error))
-
-    targets: list[Callable[[], None]] = [reader, reader, lambda: writer(0), lambda: writer(1)]
-    threads = [threading.Thread(target=guarded, args=(target,), daemon=True) for target in targets]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(TIME_LIMIT)
-    assert not any(thread.is_alive() for thread in threads), "deadlock"
-    assert failures == []
-    assert counts["steps"] > 0, counts
-    assert counts["commits"] > 1, counts
-    assert counts["refused"] > 0, counts
-    assert engine.version == counts["commits"]
-    assert max(versions) == engine.version
-    engine.close()
-
-
-def test_close_while_threads_work(checkpoint: Path) -> None:
-    """Closing from outside ends every thread with the same clear error."""
-    engine = build_engine(checkpoint, num_steps=1)
-    errors: list[BaseException] = []
-
-    def work(call: Callable[[], Any]) -> None:
-        while True:
-            try:
-                call()
-            except WeightUpdateError:
-                time.sleep(0.001)
-            except BaseException as error:
-                errors.append(error)
-                return
-
-    def update() -> None:
-        with engine.weight_update() as write:
-            write(batch("a", 1) | batch("b", 1))
-
-    threads = [
-        threading.Thread(target=work, args=(call,), daemon=True)
-        for call in (lambda: engine.step(REQUEST), lambda: engine.step(REQUEST), update)
-    ]
-    for thread in threads:
-        thread.start()
-    time.sleep(0.5)
-    engine.close()
-    for thread in threads:
-        thread.join(TIME_LIMIT)
-    assert not any(thread.is_alive() for thread in threads), "deadlock"
-    assert [type(error) for error in errors] == [EngineClosedError] * 3
-
-
-def test_an_unusable_engine_stays_unusable_for_all_threads(checkpoint: Path) -> None:
-    engine: Engine = build_engine(checkpoint, num_steps=1)
-    engine.begin_weight_update()
-    engine.update_weights(batch("a", 1))
-    engine.abort_weight_update()
-    workers = Workers(3)
-    for _ in range(3):
-        for worker in range(3):
-            for call in (lambda: engine.step(REQUEST), engine.begin_weight_update, engine.finish_weight_update):
-                _, error = workers.call(worker, call)
-                assert isinstance(error, EngineUnusableError)
-    workers.stop()
-    engine.close()

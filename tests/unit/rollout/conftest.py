@@ -14,8 +14,11 @@ import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
 
+from rlinf_phyai.rollout.build import build_policy
+from rlinf_phyai.rollout.policy import PhyaiPolicy
 from tests.openpi_options import OPENPI_OPTIONS
 
+TOLERANCE = 1e-4
 SENTENCES = [
     "pick up the black bowl between the plate and the ramekin and place it on the plate",
     "open the top drawer",
@@ -151,3 +154,28 @@ def make_observation(batch: int, seed: int = 0, size: int = 256) -> dict[str, An
         "states": torch.from_numpy(numbers.normal(size=(batch, 8)).astype(np.float32)),
         "task_descriptions": [SENTENCES[index % len(SENTENCES)] for index in range(batch)],
     }
+
+
+@pytest.fixture
+def build(build_actor: Callable[[DictConfig], Any]) -> Iterator[Callable[..., tuple[PhyaiPolicy, Any]]]:
+    """``build(config, max_batch_size=...)``: a policy whose engine holds the actor's weights, and the actor."""
+    policies: list[PhyaiPolicy] = []
+
+    def make(config: DictConfig, max_batch_size: int = 8, rank: int = 0) -> tuple[PhyaiPolicy, Any]:
+        actor = build_actor(config)
+        policy = build_policy(config, config.actor.model, "cpu", rank, max_batch_size)
+        policies.append(policy)
+        with policy.weight_session() as session:
+            policy.load_state_dict(actor.state_dict())
+            session.version = 0
+        return policy, actor
+
+    yield make
+    for policy in policies:
+        policy.engine.close()
+
+
+def rescore(actor: Any, result: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """What the actor finds when it replays a sample."""
+    with torch.no_grad():
+        return actor.default_forward(forward_inputs=result["forward_inputs"], compute_values=True)

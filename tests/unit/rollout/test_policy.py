@@ -3,51 +3,16 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
-from omegaconf import DictConfig
 
-from rlinf_phyai.errors import EngineUnusableError
 from rlinf_phyai.models.pi05 import scheduler
 from rlinf_phyai.models.pi05.stated_sizes import TINY_SIZES
 from rlinf_phyai.models.pi05.tiny import ASSET_ID, make_tiny_checkpoint
-from rlinf_phyai.rollout.build import build_policy
-from rlinf_phyai.rollout.observation import BatchedTransforms, OpenPiTransforms, make_transforms
-from rlinf_phyai.rollout.openpi_setup import load_openpi_setup
-from rlinf_phyai.rollout.policy import PhyaiPolicy
 
-from .conftest import make_observation
-
-TOLERANCE = 1e-4
-
-
-@pytest.fixture
-def build(build_actor: Callable[[DictConfig], Any]) -> Iterator[Callable[..., tuple[PhyaiPolicy, Any]]]:
-    """``build(config, max_batch_size=...)``: a policy whose engine holds the actor's weights, and the actor."""
-    policies: list[PhyaiPolicy] = []
-
-    def make(config: DictConfig, max_batch_size: int = 8, rank: int = 0) -> tuple[PhyaiPolicy, Any]:
-        actor = build_actor(config)
-        policy = build_policy(config, config.actor.model, "cpu", rank, max_batch_size)
-        policies.append(policy)
-        with policy.weight_session() as session:
-            policy.load_state_dict(actor.state_dict())
-            session.version = 0
-        return policy, actor
-
-    yield make
-    for policy in policies:
-        policy.engine.close()
-
-
-def _rescore(actor: Any, result: dict[str, Any]) -> dict[str, torch.Tensor]:
-    with torch.no_grad():
-        return actor.default_forward(forward_inputs=result["forward_inputs"], compute_values=True)
+from .conftest import TOLERANCE, make_observation, rescore
 
 
 def test_the_result_has_the_shapes_and_dtypes_of_the_contract(make_config, build) -> None:
@@ -82,7 +47,7 @@ def test_an_fp8_prefix_shows_in_the_gap_and_in_nothing_else(make_config, build) 
     for precision in ("null", "fp8"):
         policy, actor = build(make_config(f"rollout.phyai.prefix_precision={precision}"))
         _, result = policy.predict_action_batch(make_observation(4))
-        rescored = _rescore(actor, result)
+        rescored = rescore(actor, result)
         gaps.append(float((rescored["logprobs"] - result["prev_logprobs"]).abs().mean()))
     assert gaps[0] < TOLERANCE < gaps[1] < 0.1
 
@@ -130,7 +95,7 @@ def test_the_contract_is_the_one_rlinf_itself_keeps(make_config, build) -> None:
 def test_the_actor_finds_the_reported_log_probabilities_and_values(overrides, make_config, build) -> None:
     policy, actor = build(make_config(*overrides))
     _, result = policy.predict_action_batch(make_observation(5, seed=1))
-    replayed = _rescore(actor, result)
+    replayed = rescore(actor, result)
     assert result["prev_logprobs"].abs().min() > 0
     torch.testing.assert_close(result["prev_logprobs"], replayed["logprobs"], atol=TOLERANCE, rtol=0)
     torch.testing.assert_close(result["prev_values"][:, 0], replayed["values"], atol=TOLERANCE, rtol=0)
@@ -148,14 +113,14 @@ def test_pi0_is_replayed_by_the_actor(after_vlm: bool, make_config, build, check
     policy, actor = build(config)
     observation = make_observation(3, seed=8)
     actions, result = policy.predict_action_batch(observation)
-    replayed = _rescore(actor, result)
+    replayed = rescore(actor, result)
     torch.testing.assert_close(result["prev_logprobs"], replayed["logprobs"], atol=TOLERANCE, rtol=0)
     if after_vlm:
         torch.testing.assert_close(result["prev_values"][:, 0], replayed["values"], atol=TOLERANCE, rtol=0)
         torch.testing.assert_close(policy.predict_values(observation), result["prev_values"], atol=1e-5, rtol=0)
     moved = {**observation, "states": observation["states"] + 0.5}
     inputs = result["forward_inputs"] | {"observation/state": moved["states"]}
-    gap = (_rescore(actor, {"forward_inputs": inputs})["logprobs"] - result["prev_logprobs"]).abs().max()
+    gap = (rescore(actor, {"forward_inputs": inputs})["logprobs"] - result["prev_logprobs"]).abs().max()
     assert gap > 10 * TOLERANCE  # the state matters
     processed = actor.input_transform(actor.obs_processor(observation), transpose=False)
     model_actions = result["forward_inputs"]["model_action"].view(3, 10, 32)
@@ -173,7 +138,7 @@ def test_annealed_noise_follows_the_step_that_rlinf_sets(make_config, build) -> 
             _, result = policy.predict_action_batch(observation)
             for told in (step, 77):
                 actor.set_global_step(told)
-                gap = (_rescore(actor, result)["logprobs"] - result["prev_logprobs"]).abs().max()
+                gap = (rescore(actor, result)["logprobs"] - result["prev_logprobs"]).abs().max()
                 differ.append(float(gap) > TOLERANCE)
     finally:
         actor.set_global_step(0)
@@ -186,7 +151,7 @@ def test_a_critic_after_the_expert_reports_the_mean_over_the_steps(make_config, 
     inputs = result["forward_inputs"]
     per_step = []
     for step in range(3):  # the actor evaluates one chosen step at a time
-        replayed = _rescore(actor, {"forward_inputs": {**inputs, "denoise_inds": torch.full((3, 3), step)}})
+        replayed = rescore(actor, {"forward_inputs": {**inputs, "denoise_inds": torch.full((3, 3), step)}})
         per_step.append(replayed["values"])
     wanted = torch.stack(per_step).mean(dim=0)
     torch.testing.assert_close(result["prev_values"][:, 0], wanted, atol=TOLERANCE, rtol=0)
@@ -312,95 +277,3 @@ def test_ranks_sample_differently_and_repeatably(make_config, build) -> None:
         chains.append(policy.predict_action_batch(observation)[1]["forward_inputs"]["chains"])
     assert not torch.equal(chains[0], chains[1])
     assert torch.equal(chains[0], chains[2])
-
-
-# -- the two ways of transforming -------------------------------------------------------------------------------------
-
-
-def test_liberos_transforms_are_recognised_and_others_are_not(make_config, caplog) -> None:
-    setup = load_openpi_setup(make_config().actor.model)
-    assert isinstance(make_transforms(setup, "cpu"), BatchedTransforms)
-    with caplog.at_level(logging.WARNING):
-        changed = type(setup)(setup.config, setup.inputs[::-1], setup.outputs)
-        assert isinstance(make_transforms(changed, "cpu"), OpenPiTransforms)
-    assert caplog.text.count("sample by sample on the CPU") == 1
-
-
-@pytest.mark.parametrize("with_state", [False, True])
-def test_both_ways_give_the_same_bits(with_state: bool, make_config) -> None:
-    setup = load_openpi_setup(make_config(f"actor.model.openpi.discrete_state_input={with_state}").actor.model)
-    batched, reference = make_transforms(setup, "cpu"), OpenPiTransforms(setup)
-    env = make_observation(3, seed=6)
-    observation = {
-        "observation/image": env["main_images"],
-        "observation/wrist_image": env["wrist_images"],
-        "observation/state": env["states"],
-        "prompt": env["task_descriptions"],
-    }
-    found, wanted = batched.inputs(dict(observation)), reference.inputs(dict(observation))
-    assert wanted.image_masks == [True, True, False]
-    assert torch.equal(found.pixel_values, wanted.pixel_values[:, :2])
-    assert torch.equal(found.input_ids, wanted.input_ids)
-    assert torch.equal(found.lang_lens, wanted.lang_lens)
-    actions = torch.randn(3, 10, 32, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(batched.actions(actions, found), reference.actions(actions, wanted))
-
-
-def test_the_slow_way_samples_the_same(make_config, build) -> None:
-    config = make_config()
-    fast, actor = build(config)
-    slow, _ = build(config)
-    slow.transforms = OpenPiTransforms(load_openpi_setup(config.actor.model))
-    observation = make_observation(3, seed=7)
-    expected_actions, expected = fast.predict_action_batch(observation)
-    actions, found = slow.predict_action_batch(observation)
-    assert torch.equal(actions, expected_actions)
-    assert torch.equal(found["prev_logprobs"], expected["prev_logprobs"])
-    assert torch.equal(found["prev_values"], expected["prev_values"])
-    torch.testing.assert_close(found["prev_logprobs"], _rescore(actor, found)["logprobs"], atol=TOLERANCE, rtol=0)
-
-
-# -- bad input ----------------------------------------------------------------------------------------------------------
-
-
-def test_bad_observations_are_named(make_config, build) -> None:
-    policy, _ = build(make_config())
-    observation = make_observation(2)
-    with pytest.raises(ValueError, match="wrist_image"):
-        policy.predict_action_batch({**observation, "wrist_images": None})
-    with pytest.raises(ValueError, match="equal lengths"):
-        policy.predict_action_batch({**observation, "task_descriptions": ["one"]})
-    with pytest.raises(ValueError, match=r"torch\.float32"):
-        policy.predict_action_batch({**observation, "main_images": observation["main_images"].float()})
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("actor.model.openpi.noise_method=flow_ode", "noise_method is 'flow_ode'"),
-        ("actor.model.openpi.double_layer=true", "double_layer is on"),
-        ("actor.model.openpi.safe_get_logprob=true", "safe_get_logprob is on"),
-        ("actor.model.openpi.num_images_in_input=3", "num_images_in_input is 3"),
-        ("actor.model.openpi.noise_level=0.0", "positive noise level"),
-        ("rollout.phyai.params_dtype=int8", "params_dtype is 'int8'"),
-        ("rollout.phyai.value_source=nobody", "allowed: 'auto', 'rollout', 'actor'"),
-    ],
-)
-def test_unsupported_options_are_refused(override: str, message: str, make_config) -> None:
-    config = make_config(override)
-    with pytest.raises(ValueError, match=message):
-        build_policy(config, config.actor.model, "cpu", 0, 2)
-
-
-def test_value_source_actor_needs_the_critic_after_the_vlm(make_config) -> None:
-    config = make_config("rollout.phyai.value_source=actor", "actor.model.openpi.value_after_vlm=false")
-    with pytest.raises(ValueError, match="needs the critic after the VLM"):
-        build_policy(config, config.actor.model, "cpu", 0, 2)
-
-
-def test_writing_weights_outside_a_session_stops_the_policy(make_config, build) -> None:
-    policy, _ = build(make_config())
-    with torch.no_grad():
-        policy.state_dict()["action_in_proj.bias"].add_(1)
-    with pytest.raises(EngineUnusableError):
-        policy.predict_action_batch(make_observation(1))

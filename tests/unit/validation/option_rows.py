@@ -11,7 +11,7 @@ from typing import Any
 
 from rlinf_phyai.validation import find_problems
 from rlinf_phyai.validation.problems import show
-from tests.unit.validation.cases import CPS, LEARNED, MODEL, OPENPI, annealed
+from tests.unit.validation.case import CPS, LEARNED, MODEL, OPENPI, annealed
 from tests.unit.validation.conftest import FULL, MakeConfig
 from tests.unit.validation.page import row, write_page
 
@@ -128,7 +128,13 @@ ROWS = [
     *(one("value_vlm_mode", mode, SAMPLED, REPLAYED, DENSE) for mode in ("mean_token", "last_token", "first_token")),
     # -- inputs
     one("discrete_state_input", False, SAMPLED),
-    one("discrete_state_input", True, REPLAYED, "rollout/test_policy.py::test_both_ways_give_the_same_bits", UPDATED),
+    one(
+        "discrete_state_input",
+        True,
+        REPLAYED,
+        "rollout/test_policy_input.py::test_both_ways_give_the_same_bits",
+        UPDATED,
+    ),
     one(
         "num_images_in_input",
         2,

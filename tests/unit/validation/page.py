@@ -12,7 +12,8 @@ from rlinf_phyai.models.pi05.tiny import make_tiny_checkpoint
 from rlinf_phyai.validation import ANY_BACKEND, FILES, PHYAI_ONLY, Problem, find_problems
 from rlinf_phyai.validation.options import UNSUPPORTED
 from rlinf_phyai.validation.problems import one_of, show
-from tests.unit.validation.cases import ERRORS, WARNINGS, Case
+from tests.unit.validation.case import Case
+from tests.unit.validation.cases import ERRORS, WARNINGS
 from tests.unit.validation.conftest import MakeConfig, compose_examples, config_maker
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "refusals.md"

@@ -12,7 +12,8 @@ import pytest
 
 from rlinf_phyai.validation import ANY_BACKEND, FILES, PHYAI_ONLY, ConfigError, find_problems, validate_config
 from rlinf_phyai.validation.options import UNSUPPORTED
-from tests.unit.validation.cases import ENGINE, ERRORS, MODEL, ONLY_EVALUATION, OPENPI, WARNINGS, Case
+from tests.unit.validation.case import ENGINE, MODEL, ONLY_EVALUATION, OPENPI, Case
+from tests.unit.validation.cases import ERRORS, WARNINGS
 from tests.unit.validation.conftest import FULL, REMOVED, MakeConfig, change
 
 

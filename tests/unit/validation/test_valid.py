@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from rlinf_phyai.evaluation.config import for_evaluation
 from rlinf_phyai.paths import config_dir
 from rlinf_phyai.validation import ANY_BACKEND, ConfigError, find_problems, validate_config
-from tests.unit.validation.cases import (
+from tests.unit.validation.case import (
     CPS,
     ENGINE,
     EVALUATION,
