@@ -18,17 +18,16 @@ if [ -f "$checkpoint/config.json" ]; then echo "$checkpoint exists"; else rlinf-
 
 echo "== 3/3 Two training steps"
 before=$SECONDS
-export RLINF_LOG_LEVEL=${RLINF_LOG_LEVEL:-WARNING}             # RLinf's account of nodes and placements: INFO shows it
-export RLINF_PHYAI_STEP_TABLE=${RLINF_PHYAI_STEP_TABLE:-0} # a line instead of RLinf's table of all metrics: 1 shows it
+# RLinf's account of nodes and placements (INFO shows it), and its table of all metrics after each step (1 shows it).
+export RLINF_LOG_LEVEL=${RLINF_LOG_LEVEL:-WARNING} RLINF_PHYAI_STEP_TABLE=${RLINF_PHYAI_STEP_TABLE:-0}
 bash examples/embodiment/run_embodiment.sh "$config" "$@"
 echo "trained in $((SECONDS - before)) s"
 
 log_dir=$(ls -dt logs/*-"$config" | head -1)
 rlinf-phyai show-run "$log_dir"
 cat <<EOF
-Everything took $((SECONDS - started)) s. Next:
-  source ${RLINF_PHYAI_VENV:-.venv}/bin/activate
-  tensorboard --logdir $log_dir                                     # the curves
-  bash examples/quickstart.sh rollout.phyai.debug_logprob_offset=0.01    # make the engine lie and see it noticed
-  less README.md                                                   # "Train the full model" takes a GPU and a checkpoint
+Everything took $((SECONDS - started)) s. Next, after source ${RLINF_PHYAI_VENV:-.venv}/bin/activate:
+  the curves:             tensorboard --logdir $log_dir
+  make the engine lie:    bash examples/quickstart.sh rollout.phyai.debug_logprob_offset=0.01
+  train the full model:   README.md, with a GPU and a checkpoint
 EOF

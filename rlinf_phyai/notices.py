@@ -8,7 +8,7 @@ the lines that matter. Anything else that these packages say, in other words, is
 from __future__ import annotations
 
 import logging
-import warnings
+import os
 from typing import Any
 
 GYM = "Gym has been unmaintained since 2022"
@@ -22,11 +22,9 @@ LOGGED: dict[str, tuple[str, ...]] = {
     "root": ("Loaded norm stats from ",),
 }
 """Logger -> how its notices begin."""
-WARNED: tuple[tuple[type[Warning], str, str], ...] = (
-    # robosuite announces its macros through a method that Python renamed
-    (DeprecationWarning, "The 'warn' method is deprecated, use 'warning' instead", r"robosuite\.macros"),
-)
-"""Category, message and module of warnings."""
+RLINF_LEVEL = "RLINF_LOG_LEVEL"
+PLACEMENTS = ("NodePlacementStrategy", "PackedPlacementStrategy", "FlexiblePlacementStrategy")
+"""RLinf's loggers that keep to INFO whatever its variable says."""
 
 
 class _Leave:
@@ -39,14 +37,23 @@ class _Leave:
         return not record.getMessage().startswith(self.beginnings)
 
 
+class _Level:
+    """A logging filter that holds a logger to RLinf's level."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        level = logging.getLevelNamesMapping().get(os.environ.get(RLINF_LEVEL, "INFO").upper(), logging.INFO)
+        return record.levelno >= level
+
+
 def leave_out() -> None:
     """In this process, from now on; before gym is imported. Calling again does nothing."""
     for name, beginnings in LOGGED.items():
-        logger = logging.getLogger(None if name == "root" else name)
-        if not any(isinstance(known, _Leave) for known in logger.filters):
-            logger.addFilter(_Leave(beginnings))
-    for category, message, module in WARNED:
-        warnings.filterwarnings("ignore", message, category, module)
+        _add(logging.getLogger(None if name == "root" else name), _Leave(beginnings))
+    for name in PLACEMENTS:
+        _add(logging.getLogger(name), _Level())
+    # robosuite calls a method that Python renamed, and Python says so each time: call the new one.
+    robosuite: Any = logging.getLogger("robosuite_logs")
+    robosuite.warn = robosuite.warning
     try:
         from gym_notices.notices import notices  # type: ignore[import-untyped]
     except ImportError:  # then gym prints none
@@ -54,6 +61,11 @@ def leave_out() -> None:
     for version, text in list(notices.items()):
         if text.startswith(GYM):
             del notices[version]
+
+
+def _add(logger: logging.Logger, new: _Leave | _Level) -> None:
+    if not any(isinstance(known, type(new)) for known in logger.filters):
+        logger.addFilter(new)
 
 
 class LeaveOut:

@@ -21,7 +21,6 @@ from rlinf_phyai.tensorboard_layout import add_layout
 
 STEP_TABLE = "RLINF_PHYAI_STEP_TABLE"
 STEP_FIGURES = {
-    "time/step": "seconds",
     "env/success_once": "success",
     "env/return": "return",
     "train/actor/rollout_train_logprob_gap": "gap to the engine",
@@ -48,7 +47,8 @@ class PhyaiRunner(EmbodiedRunner):
             super().print_metrics_table_async(step, total_steps, start_time, metrics, start_step)
             return
         figures = [f"{label} {metrics[key]:.3g}" for key, label in STEP_FIGURES.items() if key in metrics]
-        self.log_queue.put((say, (f"step {step + 1} of {total_steps}: {', '.join(figures)}",)))
+        took = f"{metrics['time/step']:.1f} s"
+        self.log_queue.put((say, (f"step {step + 1} of {total_steps}: {', '.join([took, *figures])}",)))
 
     def update_rollout_weights(self) -> None:
         """RLinf's weight sync. The first one is followed by a comparison of all parameters, frozen ones included.

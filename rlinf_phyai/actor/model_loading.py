@@ -29,7 +29,7 @@ from torch.utils.serialization import config as serialization_config
 
 from rlinf_phyai.errors import CheckpointError
 from rlinf_phyai.models.pi05.checkpoint import EXPERT_LM_HEAD, add_shapes, canonical_name, tensor_headers
-from rlinf_phyai.models.pi05.loading import plan_load, write_tensors
+from rlinf_phyai.models.pi05.loading import check_heads_whole, plan_load, write_tensors
 
 _logger = logging.getLogger(__name__)
 
@@ -112,10 +112,7 @@ def load_weights(model: nn.Module, state_dict: Mapping[str, Tensor], where: str)
         subset=False,
         where=where,
     )
-    halves = _roots(report.loaded) & _roots(name for name in report.optional if _is_head(name))
-    if halves:
-        absent = [name for name in report.optional if name.partition(".")[0] in halves]
-        raise CheckpointError(f"{where} holds a part of {_listed(halves)} only; missing: {_listed(absent)}.")
+    check_heads_whole(report, _is_head, where)
     used = ((name, tensor) for name, tensor in state_dict.items() if canonical_name(name) not in unused)
     write_tensors(views, used, report, progress=os.environ.get("RANK", "0") == "0", where=where)
     if EXPERT_LM_HEAD in report.optional:  # no action depends on it, but the optimizer and the weight sync see it

@@ -1,13 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much memory a config needs, per GPU and on the host: exact sizes of what is stored, measured rates for the rest.
 
-Per GPU that a rollout worker uses (engine, B = its largest batch, T = camera tokens + 24 prompt tokens, plus the 257 padding rows
-of an exact value; docs/performance.md measured 9.42 GiB at B = 64):
-
-    weights      bytes of the engine's storages
-    cache        2 * layers * B * (T + horizon) * kv_heads * head_dim * 2 bytes
-    activations  B * T * (mlp_dim + 8 * width) * 2 bytes: the gated MLP's product, and eight rows of the hidden size
-    inputs       twice B float32 images per camera: the buckets of smaller batches add up to one more
+Per GPU that a rollout worker uses: :mod:`rlinf_phyai.models.pi05.memory`, with the engine's largest batch.
 
 Per GPU that an actor uses (benchmarks/results/actor_mb32.json and actor_mb128.json measured 17.9 and 35.1 GiB):
 
@@ -28,12 +22,10 @@ import torch
 
 from rlinf_phyai.models.pi05.checkpoint import LM_HEAD
 from rlinf_phyai.models.pi05.configuration import PI05Config
+from rlinf_phyai.models.pi05.memory import HIDDEN_ROWS, engine_bytes
 from rlinf_phyai.models.pi05.weights import PI05Weights
 
 GIB = 2**30
-PROMPT_TOKENS = 24
-PADDING_ROWS = 257
-HIDDEN_ROWS = 8
 ACTIVATION_GIB = 0.18
 CONTEXT_GIB = 0.6
 ENVIRONMENT_GPU_GIB = 0.2
@@ -58,6 +50,7 @@ class Run:
     model: PI05Config
     sizes: str
     dtype: torch.dtype
+    fp8_prefix: bool
     cameras: int
     rollout_batch: int
     micro_batch: int
@@ -72,19 +65,12 @@ class Run:
     environment_workers: tuple[tuple[int, ...], ...]
 
 
-def engine_parts(model: PI05Config, batch: int, cameras: int, dtype: torch.dtype = torch.bfloat16) -> Parts:
-    """Memory of one engine; ``model.value_mode`` tells whether it computes values."""
-    prefix, width = model.prefix, dtype.itemsize
-    tokens = cameras * model.vision.num_tokens + min(PROMPT_TOKENS, model.tokenizer_max_length)
-    computed = tokens + (PADDING_ROWS if model.critic_after_vlm else 0)
-    cache = 2 * prefix.depth * batch * (tokens + model.action_horizon) * prefix.num_kv_heads * prefix.head_dim * width
-    activations = batch * computed * (prefix.mlp_dim + HIDDEN_ROWS * prefix.width) * width
-    inputs = 2 * batch * cameras * 3 * model.vision.image_size**2 * 4
-    return {
-        "engine weights": PI05Weights(model, torch.device("meta"), dtype).num_bytes / GIB,
-        "engine key/value cache": cache / GIB,
-        "engine activations": (activations + inputs) / GIB,
-    }
+def engine_parts(
+    model: PI05Config, batch: int, cameras: int, dtype: torch.dtype = torch.bfloat16, fp8_prefix: bool = False
+) -> Parts:
+    """Memory of one engine (:func:`rlinf_phyai.models.pi05.memory.engine_bytes`)."""
+    parts = engine_bytes(model, batch, cameras, dtype, fp8_prefix)
+    return {f"engine {name}": size / GIB for name, size in parts.items()}
 
 
 def actor_parts(
@@ -111,7 +97,7 @@ def _prefix_work(model: PI05Config) -> int:
 
 def per_gpu(run: Run) -> dict[int, Parts]:
     """GPU -> its parts when they are most: while the engine samples or while the actor trains, without what is offloaded then."""
-    engine = _placed(run.rollouts, engine_parts(run.model, run.rollout_batch, run.cameras, run.dtype))
+    engine = _placed(run.rollouts, engine_parts(run.model, run.rollout_batch, run.cameras, run.dtype, run.fp8_prefix))
     actor: dict[int, Parts] = {}
     if run.trains:
         shards = max(1, len(run.actors)) if run.shards else 1

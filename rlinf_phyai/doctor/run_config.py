@@ -204,6 +204,7 @@ def read_run(cfg: DictConfig, gpus: int) -> Run:
         model=replace(model, value_mode=critic),
         sizes="this checkpoint" if known else "the published sizes (the checkpoint is not here)",
         dtype=dtype,
+        fp8_prefix=settings.text("rollout.phyai.prefix_precision") == "fp8",
         cameras=int(openpi.get("num_images_in_input", 2)),
         rollout_batch=min(batch, per_worker),
         micro_batch=settings.integer("actor.micro_batch_size") or 1,

@@ -209,7 +209,7 @@ class Engine:
         f32 = torch.float32
         ids = torch.zeros(batch, c.tokenizer_max_length, dtype=torch.int64)
         lens = torch.full((batch,), min(20, c.tokenizer_max_length), dtype=torch.int64)
-        cameras = min(2, c.num_cameras) if model.args.capture_rollout else c.num_cameras
+        cameras = model.args.usual_cameras(c.num_cameras)
         pixels = torch.zeros(batch, cameras, 3, size, size, dtype=f32, device=self.device)
         noise = torch.zeros(batch, c.action_horizon, c.action_dim, dtype=f32)
         state = None if c.pi05 else torch.zeros(batch, c.action_dim, dtype=f32)

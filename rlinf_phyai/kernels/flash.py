@@ -13,15 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from rlinf_phyai.kernels.devices import missing_cuda
+
 __all__ = ["attention", "attention_cudnn", "unsupported_reason", "vision_attention", "vision_attention_cudnn"]
 
 
 def unsupported_reason(device: torch.device) -> str | None:
     """Why FlashAttention cannot run on ``device``, or None."""
-    if device.type != "cuda":
-        return f"FlashAttention needs a CUDA device, not {device}"
-    major, minor = torch.cuda.get_device_capability(device)
-    return None if major >= 8 else f"FlashAttention needs compute capability 8.0, this GPU has {major}.{minor}"
+    return missing_cuda(device, "FlashAttention needs", 8)
 
 
 @lru_cache(maxsize=4096)  # never evicts in practice: captured graphs keep reading these tensors

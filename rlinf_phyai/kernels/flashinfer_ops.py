@@ -13,13 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlinf_phyai.kernels.devices import missing_cuda
+
 __all__ = ["FlashInferPrefill", "gated_gelu", "rms_norm", "unsupported_reason"]
 
 
 def unsupported_reason(device: torch.device) -> str | None:
     """Why FlashInfer cannot run on ``device``, or None."""
-    if device.type != "cuda":
-        return f"FlashInfer needs a CUDA device, not {device}"
+    if reason := missing_cuda(device, "FlashInfer needs"):
+        return reason
     try:
         import flashinfer  # noqa: F401
     except ImportError as error:

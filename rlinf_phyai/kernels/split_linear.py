@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rlinf_phyai.kernels.devices import missing_cuda
 from rlinf_phyai.kernels.triton_common import multiprocessors
 
 __all__ = ["linear", "unsupported_reason", "whole_waves"]
@@ -23,7 +24,7 @@ _LARGEST_REST = 0.25
 
 def unsupported_reason(device: torch.device) -> str | None:
     """Why the split cannot help on ``device``, or None."""
-    return None if device.type == "cuda" else f"it needs a CUDA device, this is {device}"
+    return missing_cuda(device, "it needs")
 
 
 def whole_waves(rows: int, columns: int, processors: int) -> int:

@@ -10,24 +10,19 @@ import triton
 import triton.language as tl
 
 from rlinf_phyai.kernels import torch_ops
+from rlinf_phyai.kernels.devices import missing_cuda
 
 
-def missing_device(device: torch.device, capability: int = 0, need: str = "") -> str | None:
-    """Why ``device`` is no CUDA device of at least compute capability ``capability``.0, or None (also in the interpreter).
-
-    ``need`` begins the sentence about a GPU of a lower capability.
-    """
-    if triton.knobs.runtime.interpret:
-        return None
-    if device.type != "cuda":
-        return f"Triton kernels need a CUDA device, not {device}"
-    major, minor = torch.cuda.get_device_capability(device)
-    return None if major >= capability else f"{need}, this GPU has {major}.{minor}"
+def missing_device(
+    device: torch.device, needs: str = "Triton kernels need", capability: int = 0, note: str = ""
+) -> str | None:
+    """:func:`rlinf_phyai.kernels.devices.missing_cuda`, and None in Triton's interpreter, which runs anywhere."""
+    return None if triton.knobs.runtime.interpret else missing_cuda(device, needs, capability, note)
 
 
 def unsupported_reason(device: torch.device) -> str | None:
     """Why Triton kernels cannot run on ``device``, or None. They need a CUDA device of capability 8.0, or the interpreter."""
-    return missing_device(device, 8, "Triton kernels need compute capability 8.0 (bfloat16)")
+    return missing_device(device, capability=8, note=" (bfloat16)")
 
 
 def new_quantized(rows: int, columns: int, device: torch.device) -> torch_ops.Quantized:

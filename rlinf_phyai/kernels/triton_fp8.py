@@ -21,7 +21,7 @@ __all__ = ["add_rms_norm_fp8", "gated_gelu_fp8", "quantize_rows", "unsupported_r
 
 def unsupported_reason(device: torch.device) -> str | None:
     """Why FP8 kernels cannot run on ``device``, or None."""
-    return missing_device(device, 9, "FP8 products need compute capability 9.0 (Hopper)")
+    return missing_device(device, "FP8 products need", 9, " (Hopper)")
 
 
 @triton.jit

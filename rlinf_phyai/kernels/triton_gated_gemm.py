@@ -26,7 +26,7 @@ FUSED_ROWS = 2048
 
 def unsupported_reason(device: torch.device) -> str | None:
     """Why this kernel cannot run on ``device``, or None."""
-    return missing_device(device, 9, "tensor copies need compute capability 9.0")
+    return missing_device(device, "tensor copies need", 9)
 
 
 @triton.jit

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rlinf_phyai.kernels import Kernels
+from rlinf_phyai.kernels.devices import missing_cuda
 from rlinf_phyai.kernels.torch_ops import FP8, Quantized
 from rlinf_phyai.models.pi05.configuration import PI05Config
 from rlinf_phyai.models.pi05.weights import PI05Weights
@@ -89,10 +90,7 @@ def unsupported_reason(config: PI05Config, device: torch.device, params_dtype: t
         return None
     if params_dtype != torch.bfloat16:
         return f"its results are bfloat16, but params_dtype is {params_dtype}; set params_dtype bfloat16"
-    major, minor = torch.cuda.get_device_capability(device)
-    if major < 9:
-        return f"it needs compute capability 9.0 (Hopper), this GPU has {major}.{minor}"
-    return None
+    return missing_cuda(device, "it needs", 9, " (Hopper)")
 
 
 def mlp(kernels: Kernels, layer: Fp8Mlp, x: Tensor, y: Tensor, norm_weight: Tensor, eps: float) -> Tensor:

@@ -87,6 +87,24 @@ def plan_load(
     return report
 
 
+def check_heads_whole(report: LoadReport, is_head: Callable[[str], bool], where: str) -> None:
+    """A head comes whole or not at all: half of one would act with what it was initialised with.
+
+    Raises:
+        CheckpointError: a part of a head was loaded; its missing tensors are named.
+    """
+
+    def heads(names: Iterable[str]) -> set[str]:
+        return {name.partition(".")[0] for name in names if is_head(name)}
+
+    halves = heads(report.loaded) & heads(report.optional)
+    if halves:
+        absent = [name for name in report.optional if name.partition(".")[0] in halves]
+        words = {stem.rstrip("."): f"the {part}" for part, stem in OPTIONAL_PARTS.items()}
+        listed = " and ".join(words.get(head, head) for head in sorted(halves))
+        raise CheckpointError(f"{where} holds a part of {listed} only; missing: {_some(absent)}.")
+
+
 @torch.no_grad()
 def write_tensors(
     views: Mapping[str, Tensor],
@@ -171,10 +189,7 @@ def load_checkpoint(
         report.casts += top.casts
         report.loaded = sorted(set(report.loaded) | set(top.loaded))
         where = f"{where} on top of checkpoint {checkpoint_dir}"
-    for part, stem in OPTIONAL_PARTS.items():
-        absent = [name for name in report.optional if name.startswith(stem)]
-        if 0 < len(absent) < sum(name.startswith(stem) for name in weights.views):
-            raise CheckpointError(f"{where} holds a part of the {part} only; missing: {_some(absent)}.")
+    check_heads_whole(report, weights.is_optional, where)
     if not all_finite(magnitudes(weights.storages.values())):
         raise CheckpointError(f"{where} holds NaN or infinity in {_some(non_finite(weights.views))}.")
     return report

@@ -11,6 +11,7 @@ from rlinf_phyai.models.pi05 import fp8
 from rlinf_phyai.models.pi05.checkpoint import LoadReport, canonical_name
 from rlinf_phyai.models.pi05.configuration import PI05Config
 from rlinf_phyai.models.pi05.loading import load_checkpoint
+from rlinf_phyai.models.pi05.memory import check_memory
 from rlinf_phyai.models.pi05.requests import PI05Args
 from rlinf_phyai.models.pi05.scheduler import PI05Scheduler
 from rlinf_phyai.models.pi05.tables import DerivedTables
@@ -39,7 +40,8 @@ class PI05Model:
         reason = fp8.unsupported_reason(self.config, device, params_dtype) if fp8_prefix else None
         if reason:
             raise PhyaiError(f"prefix_precision 'fp8' cannot be used: {reason}, or leave prefix_precision at None.")
-        check_memory(self.config, args.max_batch_size, device, params_dtype, fp8_prefix)
+        cameras = args.usual_cameras(self.config.num_cameras)
+        check_memory(self.config, args.max_batch_size, cameras, device, params_dtype, fp8_prefix)
         self.weights = PI05Weights(self.config, device, params_dtype)
         self.load_report: LoadReport = load_checkpoint(self.weights, args.checkpoint_dir, args.weights, progress)
         if device.type == "cuda":
@@ -57,39 +59,3 @@ class PI05Model:
         generator = torch.Generator(device=device)
         generator.manual_seed(seed)
         self.scheduler = PI05Scheduler(kernels, self.weights, self.tables, args.max_batch_size, generator)
-
-
-def estimate_bytes(
-    config: PI05Config, max_batch_size: int, params_dtype: torch.dtype, fp8_prefix: bool = False
-) -> dict[str, int]:
-    """Bytes of the parameters and of the largest step (residual stream, MLP intermediate, key-value cache, pixels)."""
-    weights = PI05Weights(config, torch.device("meta"), params_dtype).num_bytes
-    size = torch.empty(0, dtype=params_dtype).element_size()
-    tokens = config.num_cameras * config.vision.num_tokens + config.tokenizer_max_length
-    c = config.prefix
-    mlp = max_batch_size * tokens * (3 * c.mlp_dim + 6 * c.width) * size
-    cache = 2 * c.depth * max_batch_size * (tokens + config.suffix_length) * c.num_kv_heads * c.head_dim * size
-    pixels = max_batch_size * config.num_cameras * 3 * config.vision.image_size**2 * 4 * 2
-    if fp8_prefix:
-        weights += fp8.num_bytes(config)
-    return {"weights": weights, "activations": mlp + pixels, "cache": cache}
-
-
-def check_memory(
-    config: PI05Config, max_batch_size: int, device: torch.device, params_dtype: torch.dtype, fp8_prefix: bool = False
-) -> None:
-    """Refuses a model that cannot fit before anything is allocated.
-
-    Raises:
-        PhyaiError: the estimate exceeds the free memory of the GPU.
-    """
-    if device.type != "cuda":
-        return
-    parts = estimate_bytes(config, max_batch_size, params_dtype, fp8_prefix)
-    free, total = torch.cuda.mem_get_info(device)
-    if sum(parts.values()) > free:
-        gib = {name: f"{value / 2**30:.1f} GiB" for name, value in parts.items()}
-        raise PhyaiError(
-            f"the engine needs about {sum(parts.values()) / 2**30:.1f} GiB ({gib}) for max_batch_size {max_batch_size}, but {device} has "
-            f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free. Lower max_batch_size, or move the actor to another GPU."
-        )

@@ -60,6 +60,10 @@ class PI05Args:
                 f"PI05Args.max_batch_size is {self.max_batch_size!r}; it must be an integer of at least 1."
             )
 
+    def usual_cameras(self, num_cameras: int) -> int:
+        """Images of a usual observation on a model of ``num_cameras``: a rollout leaves the masked ones out, LIBERO has two."""
+        return min(2, num_cameras) if self.capture_rollout else num_cameras
+
     def overrides(self) -> dict[str, object]:
         """The fields that replace those of the checkpoint's configuration."""
         names = (

@@ -211,7 +211,7 @@ NORM = "paligemma_with_expert.gemma_expert.model.layers.1.input_layernorm.dense.
             rf"wrong shape: {NORM}: found \(3071,\), the model has \(3072,\)",
         ),
         (lambda s: s.update({f"{NORM}2": s[NORM].clone()}), rf"this model does not have: {NORM}2"),
-        (lambda s: s.pop("value_head.mlp.2.bias"), r"a part of value_head only; missing: value_head.mlp.2.bias"),
+        (lambda s: s.pop("value_head.mlp.2.bias"), r"a part of the critic only; missing: value_head.mlp.2.bias"),
         (lambda s: s.update({LM_HEAD: s[LM_HEAD] + 1}), r"are one tensor in this model but differ"),
     ],
     ids=["norm", "projection", "embedding", "shape", "unknown", "half a critic", "tied differ"],

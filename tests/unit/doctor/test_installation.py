@@ -217,7 +217,7 @@ def test_nothing_ends_the_doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     )
     result = CliRunner().invoke(app, ["doctor", "--json", str(tmp_path / "sub" / "found.json")])
     assert result.exit_code == 1
-    for text in ("[works]", "fix: repair b", "fix: buy one", "ZeroDivisionError", "1 ok, 1 warnings, 2 errors"):
+    for text in ("[works]", "fix: repair b", "fix: buy one", "ZeroDivisionError", "1 ok, 1 warning, 2 errors"):
         assert text in result.output
     content = json.loads((tmp_path / "sub" / "found.json").read_text())
     assert content["passed"] is False

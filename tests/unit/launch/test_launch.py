@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -58,6 +60,31 @@ def test_environment_defaults_do_not_override() -> None:
     for _ in range(2):
         environment.set_defaults(variables)
         assert variables["PYTHONWARNINGS"] == f"error,{environment.PTRACER}"
+
+
+def test_the_resolved_config_lies_in_the_log_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cfg = OmegaConf.create({"runner": {"logger": {"log_path": str(tmp_path)}}, "a": 3, "b": "${a}"})
+    launch.write_config(cfg)
+    assert OmegaConf.load(tmp_path / "config.yaml") == OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
+    assert capsys.readouterr().out == f"[rlinf-phyai] config: {tmp_path / 'config.yaml'}\n"
+
+
+def test_a_step_is_a_table_or_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from rlinf_phyai import runner
+
+    made = object.__new__(runner.PhyaiRunner)
+    made.log_queue = queue.Queue()
+    made.metric_logger = SimpleNamespace(log_path="logs")
+    metrics = {"time/step": 76.52, "env/success_once": 0.25, "train/actor/unknown": 3.0}
+    made.print_metrics_table_async(0, 2, 0.0, metrics)
+    function, arguments = made.log_queue.get()
+    assert function.__name__ == "print_metrics_table"  # RLinf's
+    assert arguments[3] is metrics
+    monkeypatch.setenv(runner.STEP_TABLE, "0")
+    made.print_metrics_table_async(0, 2, 0.0, metrics)
+    function, arguments = made.log_queue.get()
+    function(*arguments)
+    assert capsys.readouterr().out == "[rlinf-phyai] step 1 of 2: 76.5 s, success 0.25\n"
 
 
 def test_own_errors_become_messages(capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,6 +57,21 @@ def test_known_notices_are_left_out_and_nothing_else() -> None:
     assert [text for text in REAL if text not in filtered] == []
 
 
+@pytest.mark.parametrize("level, shown", [("INFO", True), ("WARNING", False)])
+def test_placements_keep_to_rlinfs_level(level: str, shown: bool) -> None:
+    """The loggers of RLinf's placement strategies set INFO themselves."""
+    code = (
+        "from rlinf_phyai import notices; notices.leave_out()\n"
+        "from rlinf.scheduler import NodePlacementStrategy\n"
+        "logger = NodePlacementStrategy([0])._logger; logger.info('placed'); logger.warning('doubtful')"
+    )
+    environment = os.environ | {notices.RLINF_LEVEL: level}
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    said = result.stdout + result.stderr
+    assert ("placed" in said) == shown
+    assert "doubtful" in said
+
+
 def _import_gym() -> None:
     import gym  # noqa: F401
 

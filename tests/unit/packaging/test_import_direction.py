@@ -16,7 +16,7 @@ LAYER = {
     "env": 3,
     "platforms": 3,
 }
-SHARED = {"checkpoints", "checksum", "errors", "paths", "signs", "__init__"}
+SHARED = {"checkpoints", "checksum", "errors", "notices", "paths", "signs", "__init__"}
 TOP = 4  # plugin, backends, validation, train, eval, cli, ...
 ENGINE_SIDE = {"kernels", "models", "engine"}
 NOT_FOR_THE_ENGINE = {"rlinf", "openpi", "openpi_client", "transformers", "ray", "hydra", "omegaconf", "jax", "libero"}
