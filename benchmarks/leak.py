@@ -253,13 +253,28 @@ def show_cycles(samples: list[Sample]) -> None:
     console.print(f"per cycle: {heap / 1024:+.3f} KiB heap, {slope(samples, 'tensors'):+.4f} tensors")
 
 
+WARM_UP = 5  # training steps after which every buffer has been allocated
+
+
+def growth(rows: list[dict[str, float]]) -> dict[str, float]:
+    """Least-squares growth in MB a step of every kind of process, after the warm-up; empty for runs shorter than that."""
+    steady = [row for row in rows if row["step"] > WARM_UP]
+    if len(steady) < 2:
+        return {}
+    steps = [row["step"] for row in steady]
+    return {name: float(np.polyfit(steps, [row[name] for row in steady], 1)[0]) for name in rows[0] if name != "step"}
+
+
 def show_training(rows: list[dict[str, float]]) -> None:
     table = Table(title="resident MB after each training step")
     for column in rows[0]:
         table.add_column(column, justify="right")
     for row in rows:
         table.add_row(*(f"{value:.0f}" for value in row.values()))
-    Console(width=100).print(table)
+    console = Console(width=100)
+    console.print(table)
+    for name, slope_mb in growth(rows).items():
+        console.print(f"{name}: {slope_mb:+.3f} MB per step, from step {WARM_UP + 1} on")
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
@@ -323,7 +338,7 @@ def main() -> None:
     else:
         rows = measure_training(checkpoint, args.count or 10, args.log_path.resolve())
         show_training(rows)
-        merge("training", {"rows": rows})
+        merge("training", {"rows": rows, "growth_mb_per_step": growth(rows)})
     return None
 
 

@@ -106,6 +106,8 @@ def _failures(calls: Iterable[_Call]) -> list[tuple[bool, str]]:
                 ray.get(reference, timeout=5)
             except ray.exceptions.RayActorError as error:
                 found.append((True, f"{where}: {_death(error)}"))
+            except ray.exceptions.OutOfMemoryError as error:
+                found.append((True, f"{where}: {killed_for_memory(error)}"))
             except ray.exceptions.RayTaskError as error:
                 cause = error.cause
                 text = str(cause) if isinstance(cause, PhyaiError) else str(cause).partition("\n")[0]  # not a traceback
@@ -121,4 +123,13 @@ def _death(error: Any) -> str:
     return (
         f"{process} died without raising anything: it was killed (by hand, or by the kernel when memory ran out: see "
         "dmesg), or it crashed in native code. What Ray knows is in the output above."
+    )
+
+
+def killed_for_memory(error: Exception) -> str:
+    """What to say of Ray's ``OutOfMemoryError``, whose own text is a page of figures below one sentence."""
+    found = str(error).strip().partition("\n")[0].rstrip(".")
+    return (
+        f"Ray killed its process: {found}. End other programs on that machine, or lower env.train.total_num_envs "
+        "(env.eval.total_num_envs in an evaluation); `rlinf-phyai doctor CONFIG` estimates what environments take."
     )

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlinf_phyai import __version__, notices
+from rlinf_phyai.calls import killed_for_memory
 from rlinf_phyai.errors import PhyaiError
 
 EXT_MODULE = "RLINF_EXT_MODULE"
@@ -167,6 +168,8 @@ def _problem(where: str, worker_class: type[Any], answer: Any, timeout: float) -
         return f"{where} did not answer in time."
     except ray.exceptions.RayActorError as error:
         return f"{where} {_NOT_STARTED}: {error}"
+    except ray.exceptions.OutOfMemoryError as error:
+        return f"{where}: {killed_for_memory(error)}"
     except ray.exceptions.RayError as error:
         return f"{where} cannot load {_THIS_MODULE}: {error}"
     return _objection(told, where, worker_class)

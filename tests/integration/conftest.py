@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,13 +103,39 @@ class Program:
         for process in self.descendants:
             if process.is_running():
                 process.kill()
+        self.process.wait(30)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A run that is too slow is ended by :meth:`Program.finish`, which shows its output; pytest's limit lies above that."""
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent) and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(TIMEOUT_S + 300))
+
+
+@pytest.fixture(scope="session")
+def programs() -> list[Program]:
+    """Those that the present test has started."""
+    return []
+
+
+@pytest.fixture(autouse=True)
+def no_program_outlives_its_test(programs: list[Program]) -> Iterator[None]:
+    """A test that fails half-way leaves its program to the next ones otherwise."""
+    yield
+    for program in programs:
+        if program.process.poll() is None:
+            program.kill()
+    programs.clear()
 
 
 StartProgram = Callable[..., Program]
 
 
 @pytest.fixture(scope="session")
-def start(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path, repository: Path) -> StartProgram:
+def start(
+    tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path, repository: Path, programs: list[Program]
+) -> StartProgram:
     """``start("launcher" | "driver" | "module", *overrides, ...)``: the tiny run by one of three ways to start it."""
     examples = repository / "examples" / "embodiment"
 
@@ -130,9 +156,32 @@ def start(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path, repos
         }
         own = [f"actor.model.model_path={tiny_checkpoint}", f"runner.logger.log_path={folder / 'logs'}"]
         variables = {"VIRTUAL_ENV": sys.prefix, "PYTHONPATH": str(repository), **(environment or {})}
-        return Program([*commands[way], *own, *overrides], folder, variables)
+        programs.append(Program([*commands[way], *own, *overrides], folder, variables))
+        return programs[-1]
 
     return start_program
+
+
+BuildModel = Callable[..., Any]
+
+
+@pytest.fixture(scope="session")
+def build_actor_model(tiny_checkpoint: Path, repository: Path) -> BuildModel:
+    """``build_actor_model(weights, config, overrides)``: RLinf's model with given weights, as the actor builds it."""
+    from hydra import compose, initialize_config_dir
+    from rlinf.models import get_model
+
+    from rlinf_phyai import plugin
+
+    def build(weights: dict[str, Any], config: str = TINY, overrides: Sequence[str] = ()) -> Any:
+        plugin.register()
+        with initialize_config_dir(str(repository / "examples" / "embodiment" / "config"), version_base="1.3"):
+            cfg = compose(config, [f"actor.model.model_path={tiny_checkpoint}", *overrides])
+        model = get_model(cfg.actor.model)
+        model.load_state_dict(weights)
+        return model.train()
+
+    return build
 
 
 @pytest.fixture(scope="session")
@@ -171,3 +220,47 @@ def assert_every_rank_equals_the_actor(sync: dict[str, Any], ranks: int = 1) -> 
         assert set(actor) - set(held) == {UNREAD_WEIGHT}
         for name, tensor in held.items():
             assert torch.equal(tensor, actor[name]), name
+
+
+def rlinfs_logprobs(model: Any, batch: dict[str, Any]) -> Any:
+    """float32 [chunks, environments, chunk, action dimensions] of a batch's recorded actions, by RLinf's model."""
+    import torch
+
+    inputs = {key: value.flatten(0, 1) for key, value in batch["forward_inputs"].items()}
+    with torch.no_grad():
+        found = model(forward_inputs=inputs, compute_values=False)["logprobs"]
+    return found.reshape(batch["prev_logprobs"].shape)
+
+
+def assert_scores_are_rlinfs(model: Any, batch: dict[str, Any]) -> None:
+    """What the engine reported about real observations is what RLinf's model computes from the replay data."""
+    import torch
+
+    torch.testing.assert_close(batch["prev_logprobs"], rlinfs_logprobs(model, batch), atol=1e-5, rtol=0)
+
+
+def tasks_of(suite: str) -> set[str]:
+    """The sentences of LIBERO's tasks; no other suite has one of them."""
+    from libero.libero.benchmark import get_benchmark_dict
+
+    languages = {
+        name: {task.language for task in get_benchmark_dict()[name]().tasks}
+        for name in ("libero_spatial", "libero_object", "libero_goal", "libero_10")
+    }
+    mine = languages.pop(suite)
+    assert not mine & set().union(*languages.values())
+    return mine
+
+
+def prompts(batch: dict[str, Any], checkpoint: Path) -> list[str]:
+    """What the policy was told in every step of every environment."""
+    import sentencepiece
+
+    from rlinf_phyai.models.pi05.tiny import TOKENIZER_FILE
+
+    tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(checkpoint / TOKENIZER_FILE))
+    inputs = batch["forward_inputs"]
+    rows = zip(
+        inputs["tokenized_prompt"].flatten(0, 1), inputs["tokenized_prompt_mask"].flatten(0, 1).bool(), strict=True
+    )
+    return [tokenizer.decode(tokens[mask].tolist()).strip() for tokens, mask in rows]

@@ -8,9 +8,11 @@ Run like ``rlinf_phyai.train``, with ``RECORD_DIR`` in the environment. Files wr
     batch_<n>.pt      the actor's batch of training step n, as it was received
     bootstrap.pt      (observation, values) of every call of the rollout worker's get_bootstrap_values
 
-With ``FAULT=<name>@<n>`` that fault of :mod:`tests.integration.faults` strikes just before weight sync n, in one rank.
-With ``SYNCS=<n>`` there are no environments and no training: the actor's weights are changed at random and sent,
-n times. The functions below that take a worker run inside the worker's process; nothing in the package knows of them.
+With ``REWARD=1`` every second environment earns a reward of 1 in its last chunk, before it is recorded: a random policy earns
+none, and GRPO learns nothing from that. With ``FAULT=<name>@<n>`` that fault of :mod:`tests.integration.faults` strikes just
+before weight sync n, in one rank. With ``SYNCS=<n>`` there are no environments and no training: the actor's weights are changed
+at random and sent, n times. The functions below that take a worker run inside the worker's process; nothing in the package
+knows of them.
 """
 
 from __future__ import annotations
@@ -69,6 +71,10 @@ def save_batch(worker: Any, path: str) -> None:
     torch.save(worker.rollout_batch, path)
 
 
+def reward_every_second_environment(worker: Any) -> None:
+    worker.rollout_batch["rewards"][-1, ::2, -1] += 1.0
+
+
 def watch_bootstrap(worker: Any) -> None:
     worker.seen_bootstraps = []
     original = worker.get_bootstrap_values
@@ -101,6 +107,8 @@ class RecordingRunner(PhyaiRunner):
         compute = self.actor.compute_advantages_and_returns
 
         def recorded() -> Any:
+            if os.environ.get("REWARD") == "1":
+                self.ask_all(self.actor, reward_every_second_environment)
             self.ask(self.actor, save_batch, str(self.record_dir / f"batch_{self.global_step}.pt"))
             return compute()
 

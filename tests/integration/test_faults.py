@@ -192,6 +192,29 @@ def test_simulator_that_is_killed(start: StartProgram) -> None:
     ends_because(program, r"EnvGroup rank 0 in \w+\(\) raised SimulatorError: simulator 1 of .* was killed by SIGKILL")
 
 
+@pytest.mark.long
+def test_worker_that_ray_kills_for_memory() -> None:
+    """Ray does so above a share of the machine's memory; here that share is so small that it is always exceeded."""
+    script = (
+        "import ray, time\n"
+        "from rlinf_phyai import plugin\n"
+        "ray.init(address='local', include_dashboard=False)\n"
+        "class Worker:\n"
+        "    def __init__(self):\n"
+        "        self.ballast = bytearray(200_000_000)\n"
+        "        time.sleep(60)\n"
+        "worker = ray.remote(Worker).remote()\n"
+        "print('SAID', plugin._problem('Worker 0 of EnvGroup', Worker, worker.__ray_call__.remote(plugin.report), 60.0))\n"
+    )
+    environment = {**os.environ, "RAY_memory_usage_threshold": "0.01", "RAY_USAGE_STATS_ENABLED": "0"}
+    result = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True, timeout=120
+    )
+    (said,) = [line for line in result.stdout.splitlines() if line.startswith("SAID ")]
+    assert re.match(r"SAID Worker 0 of EnvGroup: Ray killed its process: .*low on memory", said), said
+    assert said.endswith("estimates what environments take.")
+
+
 @contextlib.contextmanager
 def small_disk(folder: Path, megabytes: int) -> Iterator[Path]:
     folder.mkdir()
@@ -208,8 +231,8 @@ def small_disk(folder: Path, megabytes: int) -> Iterator[Path]:
 
 @pytest.mark.long
 def test_disk_that_is_really_full(start: StartProgram, tmp_path: Path) -> None:
-    """The first checkpoint fits, the second does not."""
-    with small_disk(tmp_path / "disk", 16) as disk:
+    """The first checkpoint, of about 8 MB, fits; the second does not."""
+    with small_disk(tmp_path / "disk", 12) as disk:
         program = start("launcher", "runner.save_interval=1", "runner.max_epochs=3", f"runner.logger.log_path={disk}")
         program.wait_for("function save_checkpoint: exception")
         run = ends_because(

@@ -4,16 +4,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from tests.integration.conftest import TINY, Run, StartProgram, assert_every_rank_equals_the_actor, load
+from tests.integration.conftest import (
+    BuildModel,
+    Run,
+    StartProgram,
+    assert_every_rank_equals_the_actor,
+    assert_scores_are_rlinfs,
+    load,
+    prompts,
+    tasks_of,
+)
 
 pytestmark = pytest.mark.integration
+
+LONG_PPO = "libero_10_ppo_openpi_pi05_phyai"
+TINY_SIZE = ["+size=tiny"]
 
 
 def test_metrics_of_an_exact_rollout(recorded_run: Run) -> None:
@@ -43,29 +53,9 @@ def test_engine_equals_actor_after_every_sync(recorded_run: Run) -> None:
     assert not any(".vision_tower." in name or ".language_model." in name for name in moved)  # frozen
 
 
-@pytest.fixture(scope="module")
-def build_actor_model(tiny_checkpoint: Path) -> Callable[[dict[str, torch.Tensor]], Any]:
-    """RLinf's model with given weights, as the actor builds it."""
-    from hydra import compose, initialize_config_dir
-    from rlinf.models import get_model
-
-    from rlinf_phyai import plugin
-
-    def build(weights: dict[str, torch.Tensor]) -> Any:
-        plugin.register()
-        config_dir = Path(__file__).resolve().parents[2] / "examples" / "embodiment" / "config"
-        with initialize_config_dir(str(config_dir), version_base="1.3"):
-            cfg = compose(TINY, [f"actor.model.model_path={tiny_checkpoint}"])
-        model = get_model(cfg.actor.model)
-        model.load_state_dict(weights)
-        return model.train()
-
-    return build
-
-
 @pytest.mark.parametrize("step", [0, 1])
 def test_recorded_trajectories_replay_in_rlinfs_model(
-    recorded_run: Run, build_actor_model: Callable[[dict[str, torch.Tensor]], Any], step: int
+    recorded_run: Run, build_actor_model: BuildModel, step: int
 ) -> None:
     """What the engine reported about real observations is what RLinf's own model computes from the replay data."""
     batch = load(recorded_run.record_dir / f"batch_{step}.pt")
@@ -97,19 +87,24 @@ def test_prompts_of_real_tasks_are_in_the_batch(recorded_run: Run) -> None:
 
 @pytest.fixture(scope="module")
 def bootstrapped_run(start: StartProgram) -> Run:
-    """One step with ``auto_reset``: an episode ends after every chunk."""
-    run = start("driver", "env.train.auto_reset=True", "env.train.max_episode_steps=5", "runner.max_epochs=1").finish()
+    """One step of LIBERO-Long with ``auto_reset``: an episode ends after every chunk, which has ten actions there."""
+    run = start(
+        "driver",
+        *TINY_SIZE,
+        "env.train.auto_reset=True",
+        "env.train.max_steps_per_rollout_epoch=20",
+        "runner.max_epochs=1",
+        config=LONG_PPO,
+    ).finish()
     run.assert_success()
     return run
 
 
-def test_bootstrapped_rewards(
-    bootstrapped_run: Run, build_actor_model: Callable[[dict[str, torch.Tensor]], Any]
-) -> None:
+def test_bootstrapped_rewards(bootstrapped_run: Run, build_actor_model: BuildModel) -> None:
     """A truncated episode's last reward gains gamma times V(last observation), with V from RLinf's own model."""
     seen = load(bootstrapped_run.record_dir / "bootstrap.pt")
     batch = load(bootstrapped_run.record_dir / "batch_0.pt")
-    model = build_actor_model(load(bootstrapped_run.record_dir / "sync_0.pt")["actor"]).eval()
+    model = build_actor_model(load(bootstrapped_run.record_dir / "sync_0.pt")["actor"], LONG_PPO, TINY_SIZE).eval()
     assert len(seen) == 2  # one per chunk
     assert batch["truncations"][1:, :, -1].all()  # row 0 precedes the first action
     assert batch["prev_values"][:-1].isnan().all()  # value_source: auto, the actor supplies these
@@ -120,8 +115,23 @@ def test_bootstrapped_rewards(
         with torch.no_grad():
             _, result = model.predict_action_batch({"extra_view_images": None, **observation}, mode="eval")
         torch.testing.assert_close(values, result["prev_values"].cpu(), atol=1e-5, rtol=0)
-        # A random policy solves nothing in five steps: the environment's own reward is 0.
+        # A random policy solves nothing in ten steps: the environment's own reward is 0.
         expected = torch.zeros_like(batch["rewards"][chunk])
         expected[:, -1] = 0.99 * result["prev_values"][:, 0]
         torch.testing.assert_close(batch["rewards"][chunk], expected, atol=1e-5, rtol=0)
     assert batch["rewards"].abs().max() > 1e-4  # it did something
+
+
+def test_long_tasks_are_scored_as_by_rlinfs_model(
+    bootstrapped_run: Run, build_actor_model: BuildModel, tiny_checkpoint: Path
+) -> None:
+    """The same run: chunks of ten actions and five denoise steps, on tasks of LIBERO-Long."""
+    batch = load(bootstrapped_run.record_dir / "batch_0.pt")
+    assert batch["prev_logprobs"].shape == (2, 2, 10, 7)
+    assert batch["forward_inputs"]["chains"].shape[2] == 5 + 1
+    assert set(prompts(batch, tiny_checkpoint)) <= tasks_of("libero_10")
+    weights = load(bootstrapped_run.record_dir / "sync_0.pt")["actor"]
+    assert_scores_are_rlinfs(build_actor_model(weights, LONG_PPO, TINY_SIZE), batch)
+    scalars = bootstrapped_run.scalars()
+    assert scalars["train/actor/first_update/ratio_max_dev"] == [0.0]
+    assert scalars["train/actor/importance_sampling_weight"] == pytest.approx([1.0], abs=1e-3)
