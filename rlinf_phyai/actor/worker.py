@@ -191,9 +191,10 @@ class PhyaiActorWorker(SignsOfLife, EmbodiedFSDPActor):
             world_size=self._world_size,
             seed=self.cfg.actor.seed + self._rank,
         )
-        # While only the critic is trained, the expert keeps no activations, gradients and moments.
-        prompts = longest(batch["forward_inputs"]["tokenized_prompt_mask"], plan)
-        self._kept_prefixes.begin(prompts, typical=self.critic_warmup_steps == 0)
+        if self.prefix != "dense":
+            prompts = longest(batch["forward_inputs"]["tokenized_prompt_mask"], plan)
+            # While only the critic is trained, the expert keeps no activations, gradients and moments.
+            self._kept_prefixes.begin(prompts, typical=self.critic_warmup_steps == 0)
         scores = rescore(batch["forward_inputs"], plan, self._score, logprob_shape=q.shape, device=self.device)
         if self.prefix != "dense":
             self._kept_prefixes.agree()
@@ -266,7 +267,8 @@ class PhyaiActorWorker(SignsOfLife, EmbodiedFSDPActor):
         if self.prefix != "dense":
             forward_inputs[LAYOUT_KEY] = _layout(forward_inputs)
         output = self._kept_prefixes.scored(lambda: self._forward(forward_inputs, compute_values))
-        self._kept_prefixes.add(output.get(KEYS_KEY))
+        if self.prefix != "dense":
+            self._kept_prefixes.add(output[KEYS_KEY])
         wanted = ("logprobs", "values", POOLED_KEY) if compute_values else ("logprobs",)
         return {key: output[key] for key in wanted if output.get(key) is not None}
 
