@@ -22,7 +22,8 @@ INTRODUCTION = """\
 
 Every file of `examples/embodiment/config`, its sizes as composed, and the tests that show how far it has been taken:
 
-- **checked**: `unit/packaging/test_examples.py` composes each of them and finds nothing to refuse, for one GPU and for four.
+- **checked**: `unit/packaging/test_examples.py` composes each of them and finds nothing to refuse, for one GPU and for four; the tiny
+  one, which has no GPU, is checked in `unit/validation/test_valid.py`.
 - **real steps**: the training program with Ray, LIBERO's own tasks of that suite and a tiny random model on a CPU (`+size=tiny`):
   the correction finds nothing to correct, and the weights that should learn move.
 - **against RLinf's model**: in the same run, the log-probabilities that the engine reported are those that RLinf's own model class
