@@ -9,8 +9,8 @@ Per GPU that an actor uses (benchmarks/results/actor_mb32.json and actor_mb128.j
     activations  0.18 GiB per observation of the micro-batch, from the two measurements
 
 With offloading, the larger of the two sides counts. A strategy that shards divides parameters, gradients and moments by the number
-of actors. Not measured, so assumed: 0.6 GiB for the CUDA context of each process, 0.2 GiB for an environment that renders on the
-GPU. Measured on a CPU: 2.2 GiB of host memory for a LIBERO environment.
+of actors. Measured on an H200: 0.6 GiB for the CUDA context of a process, 0.54 GiB for an environment that renders its two cameras on the
+GPU (eight of them took 4.3 GiB). On a CPU: 2.2 GiB of host memory for a LIBERO environment.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rlinf_phyai.models.pi05.weights import PI05Weights
 GIB = 2**30
 ACTIVATION_GIB = 0.18
 CONTEXT_GIB = 0.6
-ENVIRONMENT_GPU_GIB = 0.2
+ENVIRONMENT_GPU_GIB = 0.54
 ENVIRONMENT_HOST_GIB = 2.2
 TRAINABLE = ("paligemma_with_expert.gemma_expert.", "action_in_proj.", "action_out_proj.", "time_mlp_", "value_head.")
 
