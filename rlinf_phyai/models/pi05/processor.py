@@ -240,13 +240,20 @@ class PI05Processor:
             Ids ``[B, max_token_len]`` int64 padded right with 0, and lengths ``[B]`` int64; both on the CPU.
 
         Raises:
-            ValueError: state missing although it belongs into the prompt.
+            ValueError: a state that belongs into the prompt is missing, or is not finite.
         """
         if not self.options.discrete_state_input:
             return self.tokenizer(sentences)
         if states is None:
             raise ValueError("discrete_state_input is set: the prompt needs the robot state, but states is None")
-        return self.tokenizer(sentences, self.normalize_state(states.cpu()).numpy())
+        normalized = self.normalize_state(states.cpu())
+        bad = (~torch.isfinite(normalized)).any(dim=1).nonzero().flatten().tolist()
+        if bad:  # its bin would be a number like any other
+            raise ValueError(
+                f"the robot state that belongs into the prompt holds NaN or infinite values in the samples {bad}; look at what the "
+                "simulator reported, then at norm_stats.json"
+            )
+        return self.tokenizer(sentences, normalized.numpy())
 
     # -- outputs ----------------------------------------------------------------------------------------------------
 

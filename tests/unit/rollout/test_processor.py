@@ -216,6 +216,11 @@ def test_prompts_with_state_use_the_normalised_state(checkpoint: Path) -> None:
         assert int(lengths[row]) == int(wanted["tokenized_prompt_mask"].sum())
     with pytest.raises(ValueError, match="states is None"):
         processor.tokenize(SENTENCES[:2])
+    for value in (np.nan, np.inf):
+        broken = states[:2].copy()
+        broken[1, 3] = value
+        with pytest.raises(ValueError, match=r"NaN or infinite values in the samples \[1\]"):
+            processor.tokenize(SENTENCES[:2], torch.from_numpy(broken))
 
 
 def test_bad_inputs_are_named(checkpoint: Path) -> None:
