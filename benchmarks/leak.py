@@ -200,7 +200,7 @@ def measure_training(checkpoint: Path, steps: int, log_path: Path) -> list[dict[
     """Resident MB of every kind of process after each step of a real run; simulators are counted together."""
     import ray
 
-    from rlinf_phyai.runner import PhyaiRunner
+    from rlinf_phyai.driver.runner import PhyaiRunner
     from rlinf_phyai.train import train
 
     rows: list[dict[str, float]] = []

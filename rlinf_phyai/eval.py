@@ -11,8 +11,8 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
+from rlinf_phyai.driver.launch import run_as_program, run_hydra, say, worker_groups
 from rlinf_phyai.evaluation.config import for_evaluation
-from rlinf_phyai.launch import run_as_program, run_hydra, say, worker_groups
 
 
 def evaluate(cfg: DictConfig) -> dict[str, float]:

@@ -10,9 +10,9 @@ from typing import Any
 import hydra
 from omegaconf import DictConfig
 
+from rlinf_phyai.driver.launch import run_as_program, run_hydra, say, worker_groups
+from rlinf_phyai.driver.shutdown import Interrupted
 from rlinf_phyai.errors import PhyaiError
-from rlinf_phyai.launch import run_as_program, run_hydra, say, worker_groups
-from rlinf_phyai.shutdown import Interrupted
 
 
 def train(cfg: DictConfig, runner_class: type[Any] | None = None) -> None:
@@ -20,7 +20,7 @@ def train(cfg: DictConfig, runner_class: type[Any] | None = None) -> None:
 
     Args:
         cfg: a config as RLinf's embodied examples have it, plus ``rollout.rollout_backend`` and ``rollout.phyai``.
-        runner_class: instead of :class:`rlinf_phyai.runner.PhyaiRunner`.
+        runner_class: instead of :class:`rlinf_phyai.driver.runner.PhyaiRunner`.
 
     Raises:
         PhyaiError: the config is refused, a worker does not run what it should, or a worker failed.
@@ -30,7 +30,7 @@ def train(cfg: DictConfig, runner_class: type[Any] | None = None) -> None:
     try:
         with worker_groups(cfg, ("actor", "rollout", "env")) as (cfg, groups):
             if runner_class is None:
-                from rlinf_phyai.runner import PhyaiRunner
+                from rlinf_phyai.driver.runner import PhyaiRunner
 
                 runner_class = PhyaiRunner
             runner = runner_class(cfg=cfg, **groups)

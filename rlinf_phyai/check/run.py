@@ -23,7 +23,7 @@ def run_check(cfg: DictConfig, *, envs: int, steps: int, limits: dict[str, float
         limits: replace those of the engine's type, by name.
         simulator: real LIBERO observations; random ones otherwise.
     """
-    from rlinf_phyai import launch
+    from rlinf_phyai.driver import launch
 
     launch.prepare()
     launch.validate(cfg)

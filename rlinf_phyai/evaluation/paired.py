@@ -153,7 +153,7 @@ def run_pair(cfg: Any, envs: int) -> PairedResult:
     Raises:
         PhyaiError: the config is refused.
     """
-    from rlinf_phyai import launch
+    from rlinf_phyai.driver import launch
 
     for_evaluation(cfg)
     launch.prepare()

@@ -7,9 +7,9 @@ from typing import Any
 
 from rlinf.runners.embodied_eval_runner import EmbodiedEvalRunner
 
+from rlinf_phyai.driver.runner import StartProgress
 from rlinf_phyai.evaluation.outcomes import Episode
 from rlinf_phyai.evaluation.worker import TASK, TRIAL, episodes_of
-from rlinf_phyai.runner import StartProgress
 
 
 class EvaluationRunner(EmbodiedEvalRunner):

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from rlinf_phyai import config_files, launch
+from rlinf_phyai import config_files
 from rlinf_phyai.cli import app
+from rlinf_phyai.driver import launch
 
 NONE: dict[str, tuple[bytes | None, str]] = {
     "missing": (None, "there is no config"),

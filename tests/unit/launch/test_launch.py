@@ -17,7 +17,8 @@ import psutil
 import pytest
 from omegaconf import OmegaConf
 
-from rlinf_phyai import environment, launch, shutdown
+from rlinf_phyai import environment
+from rlinf_phyai.driver import launch, shutdown
 from rlinf_phyai.errors import PhyaiError
 from rlinf_phyai.evaluation.config import for_evaluation
 
@@ -70,7 +71,7 @@ def test_the_resolved_config_lies_in_the_log_folder(tmp_path: Path, capsys: pyte
 
 
 def test_a_step_is_a_table_or_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from rlinf_phyai import runner
+    from rlinf_phyai.driver import runner
 
     made = object.__new__(runner.PhyaiRunner)
     made.log_queue = queue.Queue()
@@ -200,7 +201,7 @@ def test_a_stopped_process_of_rays_is_killed_without_waiting_for_it() -> None:
 
 
 def test_start_progress_reports_each_group() -> None:
-    from rlinf_phyai.runner import StartProgress
+    from rlinf_phyai.driver.runner import StartProgress
 
     class Handle:
         finished = False

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from rlinf_phyai.cluster import ADDRESS, ray_cluster
+from rlinf_phyai.driver.cluster import ADDRESS, ray_cluster
+from rlinf_phyai.driver.log_dir import claimed
 from rlinf_phyai.errors import PhyaiError
-from rlinf_phyai.log_dir import claimed
 
 
 def enter(block: AbstractContextManager[None]) -> None:

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from rlinf_phyai import shutdown, signs
+from rlinf_phyai import signs
 from rlinf_phyai.calls import Pending
+from rlinf_phyai.driver import shutdown
+from rlinf_phyai.driver.stall import DEFAULT_S, StallClock, StallError, clock_for
+from rlinf_phyai.driver.stall_report import describe
 from rlinf_phyai.errors import PhyaiError
 from rlinf_phyai.signs import Sign
-from rlinf_phyai.stall import DEFAULT_S, StallClock, StallError, clock_for
-from rlinf_phyai.stall_report import describe
 
 LOOK = 2.0
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from rlinf_phyai.driver.tensorboard_layout import CHARTS, add_layout, layout
 from rlinf_phyai.run_summary import KEY_METRICS, KEY_TIMERS
-from rlinf_phyai.tensorboard_layout import CHARTS, add_layout, layout
 
 
 def metric_logger(folder: Path, *backends: str) -> Any:

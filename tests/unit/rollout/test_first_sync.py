@@ -11,8 +11,8 @@ import torch
 from rlinf.runners.embodied_runner import EmbodiedRunner
 
 from rlinf_phyai.checksum import checksums
+from rlinf_phyai.driver.runner import PhyaiRunner
 from rlinf_phyai.errors import WeightUpdateError
-from rlinf_phyai.runner import PhyaiRunner
 
 
 class _Handle:

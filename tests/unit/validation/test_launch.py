@@ -4,7 +4,7 @@
 import pytest
 from omegaconf import OmegaConf
 
-from rlinf_phyai import launch
+from rlinf_phyai.driver import launch
 from rlinf_phyai.validation import ConfigError
 from tests.unit.validation.conftest import TINY, MakeConfig
 

@@ -16,8 +16,8 @@ from rlinf.runners.embodied_runner import EmbodiedRunner
 
 from rlinf_phyai import checkpoints
 from rlinf_phyai.checksum import require_equal
-from rlinf_phyai.launch import say
-from rlinf_phyai.tensorboard_layout import add_layout
+from rlinf_phyai.driver.launch import say
+from rlinf_phyai.driver.tensorboard_layout import add_layout
 
 STEP_TABLE = "RLINF_PHYAI_STEP_TABLE"
 STEP_FIGURES = {

@@ -23,9 +23,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from rlinf_phyai import signs
 from rlinf_phyai.calls import CallLog
+from rlinf_phyai.driver.stall_report import describe
 from rlinf_phyai.errors import PhyaiError
 from rlinf_phyai.signs import Board, Sign
-from rlinf_phyai.stall_report import describe
 
 OPTION = "rollout.phyai.stall_timeout"
 DEFAULT_S = 3600.0

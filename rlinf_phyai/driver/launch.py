@@ -14,12 +14,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from rlinf_phyai import backends, config_files, environment, plugin
 from rlinf_phyai.calls import CallLog
-from rlinf_phyai.cluster import ray_cluster
+from rlinf_phyai.driver.cluster import ray_cluster
+from rlinf_phyai.driver.log_dir import claimed
+from rlinf_phyai.driver.shutdown import Interrupted, RayGuard
+from rlinf_phyai.driver.stall import watched
 from rlinf_phyai.errors import PhyaiError
-from rlinf_phyai.log_dir import claimed
-from rlinf_phyai.shutdown import Interrupted, RayGuard
 from rlinf_phyai.signs import SignsOfLife
-from rlinf_phyai.stall import watched
 
 _PATH_KEYS = (
     "runner.logger.log_path",
