@@ -6,9 +6,8 @@ from __future__ import annotations
 from omegaconf import OmegaConf
 from rlinf.workers.env.env_worker import EnvWorker
 
+from rlinf_phyai.env import DEFAULT_TIMEOUT_S
 from rlinf_phyai.signs import SignsOfLife
-
-DEFAULT_TIMEOUT_S = 600.0
 
 
 class PhyaiEnvWorker(SignsOfLife, EnvWorker):

@@ -6,6 +6,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+from rlinf_phyai import env
+from rlinf_phyai.driver import stall
 from rlinf_phyai.validation.correction import RECOMPUTE
 from rlinf_phyai.validation.problems import Problem, did_you_mean, one_of, show, warning
 from rlinf_phyai.validation.settings import Settings
@@ -32,6 +34,7 @@ FP32_DTYPES = PARAMS_DTYPES[2:]
 VALUE_SOURCES = ("auto", "rollout", "actor")
 ACTOR_PREFIXES = ("auto", "fused", "real_tokens", "dense")
 _LONGEST_TIMEOUT_S = 1_000_000  # the system's wait on a pipe takes 2**31 ms at most
+_MOST_PREFIX_GIB = 1_000_000  # ranks exchange it as int64 bytes
 SELF_CHECKS = ("off", "warn", "stop")
 
 
@@ -111,20 +114,22 @@ def simulator_timeout(s: Settings) -> Iterator[Problem]:
 def stall_timeout(s: Settings) -> Iterator[Problem]:
     """The time without any progress after which the run ends: longer than one simulator may take, which is no progress."""
     key, simulators = f"{GROUP}.stall_timeout", f"{GROUP}.simulator_timeout"
-    if not s.has(key) or s.get(key) is None or key in s.unresolved:
+    value = s.get(key, stall.DEFAULT_S)
+    if value is None or key in s.unresolved:
         return
-    number, of_simulator = s.number(key), s.number(simulators)
+    number = s.number(key) if s.has(key) else stall.DEFAULT_S
+    of_simulator = s.number(simulators) if s.has(simulators) else env.DEFAULT_TIMEOUT_S
     if number is None or not 0 < number <= _LONGEST_TIMEOUT_S:
         yield Problem(
             key,
-            show(s.get(key)),
+            show(value),
             f"null (never), or a number of seconds above 0, at most {_LONGEST_TIMEOUT_S}",
             f"set {key}: 3600",
         )
     elif of_simulator is not None and number <= of_simulator <= _LONGEST_TIMEOUT_S:
         yield Problem(
             key,
-            show(s.get(key)),
+            show(value),
             f"null (never), or more than {simulators} ({of_simulator:g})",
             f"raise {key}, or lower {simulators}",
             "the run would end while a simulator may still answer",
@@ -185,11 +190,11 @@ def actor_prefix_cache(s: Settings) -> Iterator[Problem]:
     """Device memory for prefixes that training reuses."""
     key = f"{GROUP}.actor_prefix_cache_gib"
     value, number = s.get(key, 0), s.number(key, 0 if s.get(key) is None else None)
-    if value != "auto" and key not in s.unresolved and (number is None or number < 0):
+    if value != "auto" and key not in s.unresolved and (number is None or not 0 <= number <= _MOST_PREFIX_GIB):
         yield Problem(
             key,
             show(value),
-            "auto (what the actor leaves free on the GPU) or a number of GiB of at least 0",
+            f"auto (what the actor leaves free on the GPU) or a number of GiB of at least 0, at most {_MOST_PREFIX_GIB}",
             f"set {key}: auto",
         )
 

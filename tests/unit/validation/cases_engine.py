@@ -22,6 +22,18 @@ ENGINE_ERRORS = [
         for value in (0, -5, 1e9, "forever", True)
     ),
     change_one("stall_timeout", f"{ENGINE}.stall_timeout", 600, "simulator_timeout (600)", "raise", "still answer"),
+    Case(
+        "stall_timeout",  # of the default
+        f"{ENGINE}.stall_timeout",
+        {f"{ENGINE}.simulator_timeout": 7200, f"{ENGINE}.stall_timeout": REMOVED},
+        ("is 3600", "more than rollout.phyai.simulator_timeout (7200)"),
+    ),
+    Case(
+        "stall_timeout",  # than the default
+        f"{ENGINE}.stall_timeout",
+        {f"{ENGINE}.stall_timeout": 300, f"{ENGINE}.simulator_timeout": REMOVED},
+        ("is 300", "more than rollout.phyai.simulator_timeout (600)"),
+    ),
     change_one("value_source", f"{ENGINE}.value_source", "actr", "auto, rollout or actor", "did you mean actor?"),
     Case(
         "value_source",
@@ -52,7 +64,10 @@ ENGINE_ERRORS = [
         ("warn or stop together with algorithm.recompute_logprobs: true", "nothing to compare with"),
     ),
     change_one("actor_prefix", f"{ENGINE}.actor_prefix", "sparse", "auto, fused, real_tokens or dense"),
-    change_one("actor_prefix_cache", f"{ENGINE}.actor_prefix_cache_gib", -1, "at least 0"),
+    *(
+        change_one("actor_prefix_cache", f"{ENGINE}.actor_prefix_cache_gib", value, "at least 0, at most 1000000")
+        for value in (-1, 1e12, float("inf"), float("nan"), True, "4")
+    ),
     change_one("actor_prefix_cache", f"{ENGINE}.actor_prefix_cache_gib", "all", "auto (", "or a number of GiB"),
     change_one("params_dtype", f"{ENGINE}.params_dtype", "fp8", "bfloat16, bf16, float32 or fp32"),
     change_one("prefix_precision", f"{ENGINE}.prefix_precision", "int8", "null (as params_dtype) or fp8"),
