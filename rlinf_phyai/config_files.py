@@ -62,14 +62,31 @@ def explained(file: Path | None, where: str, compose: Callable[[], Any]) -> Any:
         _check(file)
     try:
         return compose()
+    except PhyaiError:
+        raise
     except (HydraException, OmegaConfBaseException) as error:
-        # The rest of Hydra's message lists the folders that it searched.
-        text = " ".join(str(error).partition("Config search path:")[0].split())
-        raise ConfigFileError(f"{where}: {text}") from error
+        raise ConfigFileError(f"{where}: {_text(error)}") from error
     except YAMLError as error:
-        raise ConfigFileError(f"{where}: a file that it includes is no valid YAML: {_place(error)}") from error
+        mark = getattr(error, "problem_mark", None)
+        own = file is not None and mark is not None and Path(mark.name).resolve() == file.resolve()
+        subject = "it" if own else "a file that it includes"
+        raise ConfigFileError(f"{where}: {subject} is no valid YAML: {_place(error)}") from error
     except UnicodeDecodeError as error:
         raise ConfigFileError(f"{where}: a file that it includes is no UTF-8 text ({error.reason})") from error
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        # Hydra's own check of a defaults list, and what YAML's and Hydra's parsers let through.
+        raise ConfigFileError(f"{where}: {_text(error)} ({type(error).__name__})") from error
+
+
+def _text(error: BaseException) -> str:
+    """What an error says on one line; Hydra's may be empty and say it in its cause."""
+    text = ""
+    cause: BaseException | None = error
+    while not text and cause is not None:
+        # The rest of Hydra's message lists the folders that it searched.
+        text = " ".join(str(cause).partition("Config search path:")[0].split())
+        cause = cause.__cause__
+    return text
 
 
 def _check(file: Path) -> None:

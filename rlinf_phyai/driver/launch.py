@@ -103,14 +103,15 @@ def prepare() -> None:
 
 
 def absolute_paths(cfg: DictConfig) -> None:
-    """Make the config's paths absolute: workers have a working directory of their own.
+    """Make the config's paths absolute, ``~`` expanded: workers have a working directory of their own, RLinf expands none.
 
     A path that does not exist is left alone for the validation to report, except the log folder.
     """
     values = {key: OmegaConf.select(cfg, key, throw_on_missing=False) for key in _PATH_KEYS}
     for key, value in values.items():
-        if value and (Path(value).exists() or key.endswith("log_path")):
-            OmegaConf.update(cfg, key, os.path.abspath(value), force_add=True)
+        path = os.path.expanduser(value) if value else ""
+        if path and (Path(path).exists() or key.endswith("log_path")):
+            OmegaConf.update(cfg, key, os.path.abspath(path), force_add=True)
 
 
 def validate(cfg: DictConfig) -> None:

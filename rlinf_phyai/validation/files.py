@@ -105,12 +105,15 @@ def value_head(s: Settings) -> Iterator[Problem]:
 
 
 def model_sizes(s: Settings) -> Iterator[Problem]:
-    """The sizes that a checkpoint states for itself must be readable and hold the action chunk."""
+    """The sizes that a checkpoint states for itself must be readable, describe a model and hold the action chunk."""
+    from rlinf_phyai.models.pi05.stated_sizes import read_stated_sizes
+
     path = checkpoint_dir(s)
     if path is None:
         return
     try:
         own = own_config(path)
+        read_stated_sizes(path)
     except ValueError as error:
         yield Problem(
             f"{s.model}.model_path", show(str(path)), "a valid config.json, or none", "repair config.json", str(error)

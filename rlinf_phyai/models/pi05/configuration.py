@@ -179,7 +179,7 @@ class PI05Config:
         """
         from rlinf_phyai.models.pi05.checkpoint import tensor_shapes
 
-        directory = Path(checkpoint_dir)
+        directory = Path(checkpoint_dir).expanduser()
         shapes = tensor_shapes(directory)
         content = _read_json(directory / "config.json")
         try:

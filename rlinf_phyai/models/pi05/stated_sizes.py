@@ -112,9 +112,10 @@ def read_stated_sizes(checkpoint_dir: str | Path) -> StatedSizes | None:
         return None
     try:
         return StatedSizes.from_dict(values)
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         path = Path(checkpoint_dir) / "config.json"
-        raise ValueError(f"{path}: key {CONFIG_KEY!r} does not describe a model: {error}") from error
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else error
+        raise ValueError(f"{path}: key {CONFIG_KEY!r} does not describe a model: {reason}") from error
 
 
 def actor_params_dtype(checkpoint_dir: str | Path) -> str:
@@ -123,17 +124,31 @@ def actor_params_dtype(checkpoint_dir: str | Path) -> str:
     RLinf's loader makes them bfloat16 whatever the files hold; a checkpoint that states its sizes states its type too.
 
     Raises:
-        ValueError: ``config.json`` is not JSON.
+        ValueError: ``config.json`` is not JSON, or its key ``rlinf_phyai`` names no such type.
     """
     values = _stated(checkpoint_dir)
-    return "bfloat16" if values is None else str(values.get("params_dtype", StatedSizes.params_dtype))
+    dtype = "bfloat16" if values is None else values.get("params_dtype", StatedSizes.params_dtype)
+    if dtype not in ACTOR_DTYPES:
+        path = Path(checkpoint_dir) / "config.json"
+        raise ValueError(
+            f"{path}: {CONFIG_KEY}.params_dtype is {dtype!r}; allowed: {', '.join(ACTOR_DTYPES)}. Correct it there."
+        )
+    return str(dtype)
 
 
-def _stated(checkpoint_dir: str | Path) -> Any:
-    path = Path(checkpoint_dir) / "config.json"
+def _stated(checkpoint_dir: str | Path) -> dict[str, Any] | None:
+    path = Path(checkpoint_dir).expanduser() / "config.json"
     if not path.is_file():
         return None
     try:
-        return json.loads(path.read_text()).get(CONFIG_KEY)
-    except json.JSONDecodeError as error:
+        content = json.loads(path.read_text())
+    except ValueError as error:  # not JSON, or no text
         raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds {str(content)[:40]!r}; expected a JSON object.")
+    values = content.get(CONFIG_KEY)
+    if not isinstance(values, dict | None):
+        raise ValueError(
+            f"{path}: key {CONFIG_KEY!r} does not describe a model: found {str(values)[:40]!r}, not an object"
+        )
+    return values

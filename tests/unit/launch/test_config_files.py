@@ -24,6 +24,11 @@ NONE: dict[str, tuple[bytes | None, str]] = {
     "broken": (b"a: 1\nb: [1\nc: 2\n", "is no valid YAML: line 3, column 2: expected ',' or ']', but got ':'"),
     "binary": (b"\xff\xfe\x00", "is no UTF-8 text"),
     "unknown default": (b"defaults:\n  - nowhere\n", "Could not load 'nowhere'"),
+    "a key twice": (b"a: 1\na: 2\n", "it is no valid YAML"),
+    "no list of defaults": (b"defaults: nowhere\na: 1\n", "defaults must be a list"),
+    "no number": (b"a: !!int x\n", "invalid literal for int()"),
+    "half an interpolation": (b"a: ${b\n", "no viable alternative at input '${b'"),
+    "itself": (b"defaults: [own, _self_]\na: 1\n", "recursion"),
     "other sections": (b"a: 1\n", "cluster"),  # a list of problems that names each section
 }
 
@@ -62,7 +67,7 @@ def run(program: str, *arguments: str, **environment: str) -> subprocess.Complet
 
 
 @pytest.mark.parametrize("program", ["train", "eval"])
-@pytest.mark.parametrize("kind", ["list", "broken", "other sections"])
+@pytest.mark.parametrize("kind", ["list", "broken", "no list of defaults", "other sections"])
 def test_programs(program: str, kind: str, tmp_path: Path) -> None:
     content, message = NONE[kind]
     (tmp_path / "own.yaml").write_bytes(content or b"")

@@ -52,6 +52,18 @@ def test_paths_of_the_config_become_absolute(tmp_path: Path, monkeypatch: pytest
     assert cfg.runner.ckpt_path is None
 
 
+def test_the_home_folder_in_paths_of_the_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No shell expands it in a file, and RLinf does not: it would look for the model in a folder named ~."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "model").mkdir()
+    cfg = OmegaConf.create(
+        {"runner": {"logger": {"log_path": "~/logs"}}, "actor": {"model": {"model_path": "~/model"}}}
+    )
+    launch.absolute_paths(cfg)
+    assert cfg.runner.logger.log_path == str(tmp_path / "logs")
+    assert cfg.actor.model.model_path == str(tmp_path / "model")
+
+
 def test_environment_defaults_do_not_override() -> None:
     variables = {"MUJOCO_GL": "osmesa"}
     environment.set_defaults(variables)

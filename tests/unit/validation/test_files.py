@@ -163,6 +163,34 @@ def test_sizes_in_config_json(config: MakeConfig, checkpoint: Path) -> None:
     assert "not valid JSON" in str(problem)
 
 
+OWN: dict[str, tuple[object, str]] = {
+    "a list": ([1], "expected a JSON object"),
+    "null": (None, "expected a JSON object"),
+    "a text for the sizes": ({"rlinf_phyai": "tiny"}, "found 'tiny', not an object"),
+    "nothing for the sizes": ({"rlinf_phyai": {}}, "it lacks 'vision'"),
+    "an unknown type": ({"params_dtype": "float16"}, "params_dtype is 'float16'; allowed: float32, bfloat16"),
+    "no type": ({"params_dtype": None}, "params_dtype is None"),
+    "another size": ({"depth": 3}, "unexpected keyword argument 'depth'"),
+}
+
+
+@pytest.mark.parametrize("precision", [None, "fp8"])  # that check reads the file too
+@pytest.mark.parametrize("found, message", OWN.values(), ids=OWN)
+def test_stated_sizes_that_describe_no_model(
+    found: object, message: str, precision: str | None, config: MakeConfig, checkpoint: Path
+) -> None:
+    content = json.loads((checkpoint / "config.json").read_text())
+    if isinstance(found, dict) and "rlinf_phyai" not in found:
+        content["rlinf_phyai"] |= found
+        found = content
+    (checkpoint / "config.json").write_text(json.dumps(found))
+    cfg = config(TINY, {PATH: str(checkpoint), "rollout.phyai.prefix_precision": precision})
+    (problem,) = [p for p in find_problems(cfg, gpus=0) if p.check == "model_sizes"]
+    assert problem.key == PATH
+    assert message in str(problem)
+    assert str(checkpoint / "config.json") in str(problem)
+
+
 @pytest.mark.parametrize("key", ["actor.model.precision", "actor.fsdp_config.mixed_precision.reduce_dtype"])
 def test_fp32_is_neutral_for_float32_only(key: str, config: MakeConfig, checkpoint: Path) -> None:
     assert find_problems(config(TINY, {PATH: str(checkpoint), key: "fp32"}), gpus=0) == []
