@@ -38,8 +38,8 @@ class Limits:
     def for_dtype(cls, dtype: torch.dtype, prefix_precision: str | None = None) -> Limits:
         """Limits of an engine whose matrices have this type and whose prefix MLPs run in ``prefix_precision``.
 
-        The defaults are bfloat16's: three to four times the worst that was measured between two correct sides at full size, over
-        batch sizes and denoise steps (gap 0.0035, KL 4.6e-4, largest single value gap 0.032; docs/performance.md). In float32 only
+        The defaults are bfloat16's: about twice the worst that was measured between two correct sides at full size, in real runs and over
+        batch sizes and denoise steps (gap 0.005, KL 9.9e-4; docs/performance.md). In float32 only
         the order of summation differs (without TF32): two correct sides of the tiny model lie at 2e-7, the smallest planted fault
         in tests/unit/check, the other GELU, far above these limits. An FP8 prefix is measured at a gap of 0.016, a KL of 9.7e-3
         and a largest single value gap of 0.2; its limits are about three times that.
