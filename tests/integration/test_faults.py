@@ -141,7 +141,6 @@ def test_two_runs_at_once_that_break_one_after_the_other(start: StartProgram) ->
     ends_because(second, r"ActorGroup rank 0 in \w+\(\): its process \d+ on [\d.]+ died without raising anything")
 
 
-@pytest.mark.long
 def test_killed_rollout_worker(start: StartProgram) -> None:
     program = start("launcher", "runner.save_interval=1", "runner.max_epochs=3")
     program.wait_for("global_step_1: ")  # saved; the second step begins
