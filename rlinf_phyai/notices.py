@@ -34,7 +34,10 @@ class _Leave:
         self.beginnings = beginnings
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return not record.getMessage().startswith(self.beginnings)
+        try:
+            return not record.getMessage().startswith(self.beginnings)
+        except Exception:  # arguments that do not fit: logging's handlers report that, and the caller goes on
+            return True
 
 
 class _Level:

@@ -143,9 +143,9 @@ class _Watch:
 
         try:
             self._latest |= ray.get(self._board.read.remote(), timeout=_ANSWER_S)
-        except ray.exceptions.RayError as error:
+        except Exception as error:  # whatever it is, the next look may succeed
             if not self._blind and not self._stop.is_set():
-                self._say(f"warning: whether the workers make progress cannot be seen at the moment: {error}")
+                self._say(f"warning: whether the workers make progress cannot be seen at the moment: {error!r}")
             self._blind = True
             return False
         self._blind = False
@@ -160,7 +160,10 @@ class _Watch:
         else:
             outlook = f"At {self._timeout:g} s the run ends ({OPTION})."
         silent = {worker: now - self._heard[worker][1] if worker in self._heard else None for worker in self._workers}
-        lines = describe(self._workers, self._latest, silent, self._calls.pending(), self._driver)
+        try:
+            lines = describe(self._workers, self._latest, silent, self._calls.pending(), self._driver)
+        except Exception as error:  # a description that fails must not keep a hanging run alive
+            lines = [f"- what the workers do cannot be told: {error!r}"]
         return "\n".join([f"no worker made progress for {still:.0f} s. {outlook}", *lines])
 
 

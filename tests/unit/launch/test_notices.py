@@ -57,6 +57,18 @@ def test_known_notices_are_left_out_and_nothing_else() -> None:
     assert [text for text in REAL if text not in filtered] == []
 
 
+@pytest.mark.parametrize("name", notices.LOGGED)
+def test_a_line_whose_arguments_do_not_fit_is_no_error_of_its_caller(name: str) -> None:
+    """logging reports it on stderr and goes on; so must it be where a filter reads the line first."""
+    code = (
+        "import logging; from rlinf_phyai import notices; notices.leave_out(); logging.basicConfig()\n"
+        f"logging.getLogger(None if {name!r} == 'root' else {name!r}).warning('%d steps', 'many'); print('went on')"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.stdout == "went on\n"
+    assert "--- Logging error ---" in result.stderr
+
+
 @pytest.mark.parametrize("level, shown", [("INFO", True), ("WARNING", False)])
 def test_placements_keep_to_rlinfs_level(level: str, shown: bool) -> None:
     """The loggers of RLinf's placement strategies set INFO themselves."""

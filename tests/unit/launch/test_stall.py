@@ -13,7 +13,7 @@ import pytest
 
 from rlinf_phyai import signs
 from rlinf_phyai.calls import Pending
-from rlinf_phyai.driver import shutdown
+from rlinf_phyai.driver import shutdown, stall
 from rlinf_phyai.driver.stall import DEFAULT_S, StallClock, StallError, clock_for
 from rlinf_phyai.driver.stall_report import describe
 from rlinf_phyai.errors import PhyaiError
@@ -210,6 +210,51 @@ def test_a_worker_says_that_it_waits_for_another(loop: asyncio.AbstractEventLoop
     assert not any("async_wait" in line for line in blocked.stack)  # the call that runs, not the suspended one
     message._done.set_result(True)
     suspended.result()
+
+
+class Answers:
+    """A board's handle; ``ray.get`` is its own function here, since no Ray runs."""
+
+    def __init__(self) -> None:
+        self.read = self
+        self.error: Exception | None = None
+
+    def remote(self) -> Answers:
+        return self
+
+    def get(self, reference: object, timeout: float) -> dict[str, Sign]:
+        if self.error is not None:
+            raise self.error
+        return {}
+
+
+class NoCalls:
+    def progress(self) -> int:
+        return 0
+
+    def pending(self) -> list[Pending]:
+        raise ConnectionError("what is under way cannot be asked")
+
+
+def test_whatever_goes_wrong_in_a_look_the_watch_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A watch that ended with its own error would leave a hanging run waiting for ever."""
+    import ray
+
+    board, said, ended = Answers(), list[str](), list[StallError]()
+    monkeypatch.setattr(signs, "PERIOD_S", 0.02)
+    monkeypatch.setattr(ray, "get", board.get)
+    board.error = ConnectionError("gone")
+    watch = stall._Watch(board, ["A"], NoCalls(), 0.5, said.append, ended.append)  # type: ignore[arg-type]
+    watch.start()
+    time.sleep(0.2)
+    board.error = None
+    deadline = time.monotonic() + 30
+    while not ended and time.monotonic() < deadline:
+        time.sleep(0.02)
+    watch.stop()
+    assert len([line for line in said if "ConnectionError('gone')" in line]) == 1
+    (error,) = ended
+    assert "what the workers do cannot be told: ConnectionError('what is under way" in str(error)
 
 
 def test_an_end_told_by_another_thread_is_the_reason() -> None:
