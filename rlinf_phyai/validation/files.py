@@ -6,18 +6,22 @@ Nothing is written and no weight is read: headers, directory entries and small J
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlinf_phyai.errors import CheckpointError, KernelPolicyError
 from rlinf_phyai.validation.devices import FP32_NAMES, MIXED_PRECISION, PRECISION_REASON
 from rlinf_phyai.validation.engine_group import GROUP
 from rlinf_phyai.validation.problems import Problem, show
 from rlinf_phyai.validation.settings import Settings
+
+if TYPE_CHECKING:
+    from rlinf_phyai.engine.kernel_policy import KernelPolicy
 
 ASSET_ID = "physical-intelligence/libero"
 """Where openpi's LIBERO data config keeps its statistics, inside the checkpoint."""
@@ -258,24 +262,35 @@ def kernel_policy(s: Settings) -> Iterator[Problem]:
     value = s.get(key)
     if not s.keys(GROUP) or key in s.unresolved:
         return
-    allowed = f"{', '.join(policy_names())}, the path of a .yaml file, or null"
     try:
         if value is not None and not isinstance(value, str):
             raise KernelPolicyError("a policy is given by its name or by a path")
         policy = load_kernel_policy(value)
         if s.no_gpu:
-            _run_on_cpu(policy.operations, policy.fallback)
+            _run_on_cpu(policy)
     except (KernelPolicyError, ValueError) as error:
         found = show(value) if s.has(key) else "missing"
+        names = [name for name in policy_names() if not s.no_gpu or _runs_on_cpu(load_kernel_policy(name))]
+        allowed = (
+            f"{', '.join(names)}, the path of a .yaml file{' whose kernels run on cpu' if s.no_gpu else ''}, or null"
+        )
         yield Problem(key, found, allowed, f"set {key}: torch_reference, or correct the policy", str(error))
 
 
-def _run_on_cpu(operations: dict[str, str], fallback: str | None) -> None:
+def _run_on_cpu(policy: KernelPolicy) -> None:
+    """Raises ``ValueError`` where the policy names kernels that do not run on a CPU."""
     import torch
 
     from rlinf_phyai.kernels import resolve
 
-    resolve(operations, torch.device("cpu"), fallback)
+    resolve(policy.operations, torch.device("cpu"), policy.fallback)
+
+
+def _runs_on_cpu(policy: KernelPolicy) -> bool:
+    with contextlib.suppress(ValueError):
+        _run_on_cpu(policy)
+        return True
+    return False
 
 
 def _weights(path: Path) -> bool:

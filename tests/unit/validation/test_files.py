@@ -368,6 +368,15 @@ def test_kernel_policy_that_cannot_run_here(
     assert find_problems(config(TINY, changes), gpus=0) == []
 
 
+def test_what_is_refused_is_not_allowed(config: MakeConfig) -> None:
+    """A packaged policy without kernels for a CPU: only the others are offered where there is no GPU."""
+    (problem,) = find_problems(config(TINY, {"rollout.phyai.kernel_policy": "rlinf_bf16"}), gpus=0)
+    assert problem.found == "'rlinf_bf16'"
+    assert problem.allowed == "torch_reference, the path of a .yaml file whose kernels run on cpu, or null"
+    (problem,) = find_problems(config(FULL, {"rollout.phyai.kernel_policy": "rlinf_bf17"}), gpus=2)
+    assert problem.allowed == "rlinf_bf16, torch_reference, the path of a .yaml file, or null"
+
+
 def test_kernel_policy_with_an_unknown_operation(config: MakeConfig, tmp_path: Path) -> None:
     file = tmp_path / "policy.yaml"
     file.write_text("operations: {rmsnorm: torch}\n")
