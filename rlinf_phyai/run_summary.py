@@ -1,8 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run's key metrics and timers, read from its TensorBoard event file: as a table, as a picture."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 #: One scalar of a run: its values by training step, in order.
 Series = list[tuple[int, float]]
@@ -33,6 +39,7 @@ KEY_TIMERS = {
     "time/sync_weights": "new weights to the engines",
 }
 TIMER_PREFIX = "time/"
+EVALUATION_PREFIX = "eval/"
 
 
 def read_scalars(directory: Path) -> dict[str, Series]:
@@ -58,8 +65,21 @@ def read_scalars(directory: Path) -> dict[str, Series]:
 
 
 def print_table(scalars: Mapping[str, Series], directory: Path, every: bool = False) -> None:
-    """Prints the key metrics (or all) and the timers: first value, last value, meaning."""
+    """Prints the key metrics (or all) and the timers: first value, last value, meaning. Of an evaluation: what it measured."""
     from rich.console import Console
+
+    console = Console()
+    # A pipe has no width of its own, and half a metric name helps nobody.
+    console = Console(width=max(console.width, 150))
+    if all(tag.startswith(EVALUATION_PREFIX) for tag in scalars):
+        console.print(_evaluation_table(scalars, directory))
+        for file in sorted(directory.rglob("evaluation.json")):
+            console.print(f"every episode, and the rates with their intervals: {file}", soft_wrap=True)
+    else:
+        console.print(_training_table(scalars, directory, every))
+
+
+def _training_table(scalars: Mapping[str, Series], directory: Path, every: bool) -> Table:
     from rich.table import Table
 
     steps = {step for series in scalars.values() for step, _ in series}
@@ -73,12 +93,23 @@ def print_table(scalars: Mapping[str, Series], directory: Path, every: bool = Fa
     )
     for known, unit, present in groups:
         for tag in sorted(present) if every else [tag for tag in known if tag in scalars]:
-            first, last = scalars[tag][0][1], scalars[tag][-1][1]
-            table.add_row(tag, _number(first, unit), _number(last, unit), known.get(tag, ""))
+            (_, first), (step, last) = scalars[tag][0], scalars[tag][-1]
+            # What was measured at the first step alone has no value at the last one.
+            shown = _number(last, unit) if step == max(steps) else ""
+            table.add_row(tag, _number(first, unit), shown, known.get(tag, ""))
         table.add_section()
-    console = Console()
-    # A pipe has no width of its own, and half a metric name helps nobody.
-    Console(width=max(console.width, 150)).print(table)
+    return table
+
+
+def _evaluation_table(scalars: Mapping[str, Series], directory: Path) -> Table:
+    from rich.table import Table
+
+    table = Table(title=f"{directory.name}: an evaluation", title_justify="left")
+    table.add_column("metric", no_wrap=True)
+    table.add_column("value", justify="right", no_wrap=True)
+    for tag in sorted(scalars):
+        table.add_row(tag, _number(scalars[tag][-1][1]))
+    return table
 
 
 def draw(scalars: Mapping[str, Series], file: Path) -> None:

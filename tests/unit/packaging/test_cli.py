@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from rlinf_phyai import __version__, run_summary
 from rlinf_phyai.cli import app
 from rlinf_phyai.engine import DeviceConfig, Engine, EngineArgs, EngineConfig
+from rlinf_phyai.evaluation.report import FILE_NAME, Evaluation
 from rlinf_phyai.models.pi05 import PI05Args
 
 
@@ -28,6 +29,7 @@ def log_folder(tmp_path: Path) -> Path:
             writer.add_scalar("train/actor/importance_sampling_weight", 1.0, step)
             writer.add_scalar("train/actor/unknown", 7.0, step)
             writer.add_scalar("time/step", 20.0 - step, step)
+        writer.add_scalar("time/env/env/bootstrap_step", 9.0, 0)
     return tmp_path / "run"
 
 
@@ -57,9 +59,26 @@ def test_show_run_prints_key_metrics_and_timers(log_folder: Path, tmp_path: Path
     lines = {words[1]: words for words in (line.split() for line in result.output.splitlines()) if len(words) > 3}
     assert lines["env/success_once"][3:6:2] == ["0", "0.25"]
     assert lines["time/step"][3] == "20.00"
+    first, last = [cell.strip() for cell in " ".join(lines["time/env/env/bootstrap_step"]).split("│")][2:4]
+    assert (first, last) == ("9.00 s", "")  # measured at the first step only
     assert "train/actor/unknown" not in result.output
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "train/actor/unknown" in CliRunner().invoke(app, ["show-run", str(log_folder), "--all"]).output
+
+
+def test_show_run_of_an_evaluation_shows_what_it_measured(tmp_path: Path) -> None:
+    metrics = {"eval/success_once": 0.75, "eval/task_0/success_once": 0.5}
+    with SummaryWriter(str(tmp_path / "run" / "tensorboard")) as writer:
+        for tag, value in metrics.items():
+            writer.add_scalar(tag, value, 0)
+    arguments = ["show-run", str(tmp_path / "run")]
+    output = CliRunner().invoke(app, arguments).output
+    assert "run: an evaluation" in output
+    rows = [[cell.strip() for cell in line.split("│")[1:3]] for line in output.splitlines() if "eval/" in line]
+    assert rows == [[tag, str(value)] for tag, value in metrics.items()]
+    assert "evaluation.json" not in output
+    Evaluation("libero_spatial", ["a"], {}, []).write(tmp_path / "run" / FILE_NAME)
+    assert str(tmp_path / "run" / FILE_NAME) in CliRunner().invoke(app, arguments).output
 
 
 def test_show_run_without_events_says_so(tmp_path: Path) -> None:
