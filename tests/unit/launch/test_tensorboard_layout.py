@@ -75,3 +75,23 @@ def test_wandb_offline_holds_what_tensorboard_holds(tmp_path: Path, monkeypatch:
     history, scalars = wandb_history(tmp_path), read_scalars(tmp_path)
     assert set(KEY_METRICS) <= set(scalars)
     assert {tag: history[tag][-1] for tag in scalars} == {tag: series[-1][1] for tag, series in scalars.items()}
+
+
+@pytest.mark.slow
+def test_a_wandb_file_that_is_not_whole_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole, without its last record, with half of a record, and with the header alone."""
+    from tests.wandb_files import wandb_history
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    logger = metric_logger(tmp_path, "wandb")
+    logger.log({"env/success_once": 0.5}, 0)
+    logger.finish()
+    assert wandb_history(tmp_path)["env/success_once"] == [0.5]
+    (file,) = tmp_path.rglob("run-*.wandb")
+    size = file.stat().st_size
+    for left in (size - 1, size // 2, 7):
+        with file.open("r+b") as stream:
+            stream.truncate(left)
+        with pytest.raises(TimeoutError, match=r"no exit record after 0\.1 s"):
+            wandb_history(tmp_path, limit_s=0.1)
