@@ -15,6 +15,7 @@ GPU (eight of them took 4.3 GiB). On a CPU: 2.2 GiB of host memory for a LIBERO 
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass, replace
 
@@ -42,6 +43,7 @@ class Run:
 
     Attributes:
         sizes: which model it is, in words.
+        nodes: of the cluster; environment workers are taken to be spread evenly over them.
         actors, rollouts, environment_workers: per process, the GPUs it uses.
         shards: the FSDP strategy divides the model over the actors.
         actor_offload, rollout_offload: that side leaves the GPU while the other works.
@@ -63,6 +65,7 @@ class Run:
     actors: tuple[tuple[int, ...], ...]
     rollouts: tuple[tuple[int, ...], ...]
     environment_workers: tuple[tuple[int, ...], ...]
+    nodes: int = 1
 
 
 def engine_parts(
@@ -125,8 +128,8 @@ def _placed(users: tuple[tuple[int, ...], ...], parts: Parts) -> dict[int, Parts
 
 
 def host_gib(run: Run) -> float:
-    """Host memory of the environments."""
-    return ENVIRONMENT_HOST_GIB * run.environments * max(1, len(run.environment_workers))
+    """Host memory of the environments of one node, GiB."""
+    return ENVIRONMENT_HOST_GIB * math.ceil(run.environments * max(1, len(run.environment_workers)) / run.nodes)
 
 
 def published(value: bool) -> PI05Config:

@@ -21,6 +21,10 @@ _FULL_FIX = (
     "actor.micro_batch_size; environments: env.train.total_num_envs; parameters and optimizer: place actor and rollout on "
     "different GPUs in cluster.component_placement"
 )
+_FULL_FIX_EVALUATION = (
+    "the largest part names the key: engine activations and cache: rollout.phyai.max_batch_size; environments: "
+    "env.eval.total_num_envs"
+)
 
 
 @dataclass(frozen=True)
@@ -64,11 +68,16 @@ def findings(
 
     def compose() -> str:
         from rlinf_phyai.config_files import ConfigFileError, load_config
+        from rlinf_phyai.evaluation.config import for_evaluation
+        from rlinf_phyai.validation.settings import Settings
 
         try:
-            composed.append(load_config(config, overrides, config_path))
+            cfg = load_config(config, overrides, config_path)
         except ConfigFileError as error:
             raise Broken(str(error)) from error
+        if Settings(cfg).only_eval:
+            for_evaluation(cfg)  # as rlinf_phyai.eval does before it looks at the config
+        composed.append(cfg)
         return config
 
     fix = "name a file of examples/embodiment/config without .yaml, or a path; overrides are key=value without spaces"
@@ -98,14 +107,18 @@ def findings(
 
 
 def _checkpoint(cfg: DictConfig) -> str:
+    from omegaconf import OmegaConf
+
     from rlinf_phyai.models.pi05.checkpoint import tensor_shapes
     from rlinf_phyai.models.pi05.configuration import PI05Config
     from rlinf_phyai.rollout.openpi_setup import load_openpi_setup
+    from rlinf_phyai.validation.settings import Settings
 
-    folder = Path(str(cfg.actor.model.model_path))
+    section = OmegaConf.select(cfg, Settings(cfg).model)
+    folder = Path(str(section.model_path))
     shapes = tensor_shapes(folder)
     model = PI05Config.from_checkpoint(folder)
-    load_openpi_setup(cfg.actor.model)  # normalisation statistics and tokenizer, read as a worker reads them
+    load_openpi_setup(section)  # normalisation statistics and tokenizer, read as a worker reads them
     critic = "with" if any(name.startswith("value_head.") for name in shapes) else "without"
     return (
         f"{folder}: {len(shapes)} tensors, {model.prefix.depth} layers of width {model.prefix.width}, {critic} critic"
@@ -125,18 +138,19 @@ def _memory(cfg: DictConfig, machine: Machine, memory: dict[str, Any]) -> Iterat
     if not runs:
         yield replace(problem, status="warning", detail=f"no estimate: {problem.detail}")
         return
-    estimate = per_gpu(runs[0])
-    memory |= {"gpus": estimate, "host_gib": host_gib(runs[0])}
+    run = runs[0]
+    estimate, fix = per_gpu(run), _FULL_FIX if run.trains else _FULL_FIX_EVALUATION
+    memory |= {"gpus": estimate, "host_gib": host_gib(run)}
     same: dict[tuple[tuple[str, float], ...], list[int]] = {}
     for rank, parts in estimate.items():
         same.setdefault(tuple(parts.items()), []).append(rank)
     for items, ranks in same.items():
         name = "GPU memory" if len(same) == 1 else f"GPU memory, {', '.join(map(str, ranks))}"
-        yield Check(name, lambda items=items: _fits(dict(items), machine, runs[0].sizes), _FULL_FIX)()  # type: ignore[misc]
+        yield Check(name, lambda items=items: _fits(dict(items), machine, run.sizes), fix)()  # type: ignore[misc]
     yield Check(
         "host memory",
-        lambda: _host(host_gib(runs[0]), machine),
-        "fewer environments (env.train.total_num_envs), or more nodes",
+        lambda: _host(host_gib(run), run.nodes, machine),
+        f"fewer environments (env.{'train' if run.trains else 'eval'}.total_num_envs), or more nodes",
     )()
 
 
@@ -154,11 +168,11 @@ def _fits(parts: Parts, machine: Machine, sizes: str) -> str:
     return text
 
 
-def _host(needed: float, machine: Machine) -> str:
-    text = f"environments take about {needed:.0f} GiB"
+def _host(needed: float, nodes: int, machine: Machine) -> str:
+    text = f"environments take about {needed:.0f} GiB{f' on each of {nodes} nodes' if nodes > 1 else ''}"
     if machine.host_gib is None:
         return text
-    text += f"; {machine.host_gib:.0f} GiB are available"
+    text += f"; {machine.host_gib:.0f} GiB are available{' here' if nodes > 1 else ''}"
     if needed > machine.host_gib:
         raise Doubtful(text)
     return text
@@ -178,7 +192,7 @@ def read_run(cfg: DictConfig, gpus: int) -> Run:
 
     settings = Settings(cfg, gpus or 1)
     placed = {}
-    for name in ("actor", "rollout", "env"):
+    for name in ("actor", "rollout", "env") if settings.trains else ("rollout", "env"):
         component = settings.component(name)
         resources = component.resources if isinstance(component, Component) else None
         if not resources:
@@ -186,8 +200,9 @@ def read_run(cfg: DictConfig, gpus: int) -> Run:
         placed[name] = resources
     environments = max((section.total or 0 for section in settings.environments), default=0)
     if not environments:
-        raise Broken("env.train.total_num_envs and env.eval.total_num_envs are not set")
-    openpi = cfg.actor.model.get("openpi") or {}
+        names = [section.key("total_num_envs") for section in settings.environments]
+        raise Broken(f"{' and '.join(names)} {'are' if len(names) > 1 else 'is'} not set")
+    openpi = settings.get(settings.openpi) or {}
     critic = None
     if settings.has_critic:
         critic = openpi.get("value_vlm_mode", "mean_token") if settings.critic_after_vlm else "expert"
@@ -217,4 +232,5 @@ def read_run(cfg: DictConfig, gpus: int) -> Run:
         actors=placed["actor"] if settings.trains else (),
         rollouts=placed["rollout"],
         environment_workers=placed["env"],
+        nodes=max(1, settings.integer("cluster.num_nodes") or 1),
     )

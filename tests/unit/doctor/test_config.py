@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from rlinf_phyai.cli import app
 from rlinf_phyai.doctor.finding import Finding
-from rlinf_phyai.doctor.memory import actor_parts, engine_parts, published
+from rlinf_phyai.doctor.memory import ENVIRONMENT_GPU_GIB, ENVIRONMENT_HOST_GIB, actor_parts, engine_parts, published
 from rlinf_phyai.doctor.report import print_table
 from rlinf_phyai.doctor.run_config import Machine, findings
 
@@ -142,6 +142,33 @@ def test_memory_against_the_gpu(examine: Any) -> None:
     assert "actor.micro_batch_size" in found["GPU memory"].fix
     found, _ = examine(FULL, *SIZES, gpus=1, gpu_gib=140.0, host_gib=32.0)
     assert found["host memory"].status == "warning"
+
+
+def test_an_evaluation_is_what_the_evaluation_program_makes_of_the_config(examine: Any) -> None:
+    """Its model comes from actor.model, its environments from env.eval, and nothing is needed for an actor."""
+    overrides = ["runner.only_eval=True", "env.eval.total_num_envs=8", "env.train.total_num_envs=512"]
+    found, _ = examine(TINY, *overrides)
+    assert {part for part, finding in found.items() if finding.status != "ok"} == set()
+    assert "2 layers of width 64" in found["checkpoint"].detail
+    placed = ["~cluster.component_placement", "+cluster.component_placement={rollout: 0, env: 0}"]
+    found, memory = examine(FULL, *SIZES, *overrides, *placed, gpus=1, gpu_gib=5.0, host_gib=1.0)
+    parts = memory["gpus"][0]
+    assert parts["environments"] == pytest.approx(8 * ENVIRONMENT_GPU_GIB)
+    assert not any(name.startswith("actor") for name in parts)
+    assert memory["host_gib"] == pytest.approx(8 * ENVIRONMENT_HOST_GIB)
+    for part in ("GPU memory", "host memory"):
+        assert "env.eval.total_num_envs" in found[part].fix
+        assert "actor" not in found[part].fix
+
+
+def test_every_node_has_its_share_of_the_environments(examine: Any) -> None:
+    sizes = [*SIZES, "env.train.total_num_envs=64"]
+    found, one = examine(FULL, *sizes, gpus=16)
+    assert one["host_gib"] == pytest.approx(64 * ENVIRONMENT_HOST_GIB)
+    found, two = examine(FULL, *sizes, "cluster.num_nodes=2", gpus=16, host_gib=100.0)
+    assert two["host_gib"] == pytest.approx(32 * ENVIRONMENT_HOST_GIB)
+    assert found["host memory"].status == "ok"
+    assert "about 70 GiB on each of 2 nodes; 100 GiB are available here" in found["host memory"].detail
 
 
 def test_memory_follows_the_placement(examine: Any) -> None:
