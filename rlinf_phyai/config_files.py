@@ -3,19 +3,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 
+from rlinf_phyai import unknown_keys
 from rlinf_phyai.errors import PhyaiError
+from rlinf_phyai.unknown_keys import UnknownKey
 
 _ALLOWED = "a training config is a mapping of sections, as in examples/embodiment/config"
 
 
 class ConfigFileError(PhyaiError, ValueError):
-    """A config cannot be composed: its file, one that it includes, or an override cannot be used."""
+    """A config cannot be composed: its file, one that it includes, or an override cannot be used.
+
+    Attributes:
+        found: what is wrong.
+        fix: what to change; empty where ``found`` says it.
+    """
+
+    def __init__(self, found: str, fix: str = "") -> None:
+        self.found, self.fix = found, fix
+        super().__init__(f"{found}; {fix}" if fix else found)
 
 
 def load_config(config: str, overrides: list[str], config_path: str | None = None) -> DictConfig:
@@ -28,28 +39,29 @@ def load_config(config: str, overrides: list[str], config_path: str | None = Non
     Raises:
         ConfigFileError: the file does not exist or holds no config, or an override names what is not there.
     """
-    from hydra import compose, initialize_config_dir
-
     path = Path(config)
     if path.suffix == ".yaml":
         folder, name = path.resolve().parent, path.stem
     else:
         folder, name = Path(config_path or "examples/embodiment/config").resolve(), config
     file = folder / f"{name}.yaml"
-
-    def composed() -> DictConfig:
-        with initialize_config_dir(str(folder), version_base="1.3"):
-            return compose(name, overrides)
-
-    return explained(file, f"{file} with the overrides {overrides}", composed)
+    return explained(file, f"{file} with the overrides {overrides}", lambda: _composed(file, overrides), overrides)
 
 
-def explained(file: Path | None, where: str, compose: Callable[[], Any]) -> Any:
+def _composed(file: Path, overrides: Sequence[str]) -> DictConfig:
+    from hydra import compose, initialize_config_dir
+
+    with initialize_config_dir(str(file.parent.resolve()), version_base="1.3"):
+        return compose(file.stem, list(overrides))
+
+
+def explained(file: Path | None, where: str, compose: Callable[[], Any], overrides: Sequence[str] = ()) -> Any:
     """``compose()``, its errors told in one line.
 
     Args:
         file: the config's own file, looked at first; None where only Hydra knows it.
         where: what is being composed, for messages.
+        overrides: those that ``compose`` applies to ``file``.
 
     Raises:
         ConfigFileError: see :func:`load_config`.
@@ -65,6 +77,10 @@ def explained(file: Path | None, where: str, compose: Callable[[], Any]) -> Any:
     except PhyaiError:
         raise
     except (HydraException, OmegaConfBaseException) as error:
+        unknown = unknown_keys.read(error)
+        if unknown is not None:
+            found, fix = unknown_keys.explain(unknown, _without(unknown, file, overrides))
+            raise ConfigFileError(f"{where}: {found}", fix) from error
         raise ConfigFileError(f"{where}: {_text(error)}") from error
     except YAMLError as error:
         mark = getattr(error, "problem_mark", None)
@@ -76,6 +92,24 @@ def explained(file: Path | None, where: str, compose: Callable[[], Any]) -> Any:
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         # Hydra's own check of a defaults list, and what YAML's and Hydra's parsers let through.
         raise ConfigFileError(f"{where}: {_text(error)} ({type(error).__name__})") from error
+
+
+def _without(unknown: UnknownKey, file: Path | None, overrides: Sequence[str]) -> DictConfig | None:
+    """The config without the override that names an unknown key, nor others like it; None where it does not compose."""
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    left, wrong = list(overrides), unknown
+    while file is not None and any(wrong.named_by(override) for override in left):
+        left = [override for override in left if not wrong.named_by(override)]
+        try:
+            return _composed(file, left)
+        except (HydraException, OmegaConfBaseException) as error:
+            following = unknown_keys.read(error)
+            if following is None:
+                return None
+            wrong = following
+    return None
 
 
 def _text(error: BaseException) -> str:

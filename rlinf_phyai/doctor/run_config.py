@@ -74,13 +74,16 @@ def findings(
         try:
             cfg = load_config(config, overrides, config_path)
         except ConfigFileError as error:
-            raise Broken(str(error)) from error
+            raise Broken(error.found, error.fix) from error
         if Settings(cfg).only_eval:
             for_evaluation(cfg)  # as rlinf_phyai.eval does before it looks at the config
         composed.append(cfg)
         return config
 
-    fix = "name a file of examples/embodiment/config without .yaml, or a path; overrides are key=value without spaces"
+    fix = (
+        "name a file of examples/embodiment/config without .yaml, or a path; each override is one argument key=value, "
+        "quoted where its value holds spaces"
+    )
     yield Check("config", compose, fix)()
     if not composed:
         return

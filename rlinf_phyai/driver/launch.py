@@ -160,7 +160,7 @@ def run_hydra(program: Callable[[], None]) -> None:
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra would print a traceback itself and exit
     file = config_file(sys.argv[1:])
     try:
-        config_files.explained(file, str(file or "the config"), program)
+        config_files.explained(file, str(file or "the config"), program, overrides(sys.argv[1:]))
     except config_files.ConfigFileError as error:
         if traceback_wanted:
             raise
@@ -199,6 +199,13 @@ def config_file(arguments: list[str]) -> Path | None:
     if not folder or not name or "://" in folder or any(key in given for key in _CONFIG_DIR):
         return None
     return Path(folder) / (name if name.endswith(".yaml") else f"{name}.yaml")
+
+
+def overrides(arguments: list[str]) -> list[str]:
+    """The Hydra overrides of a command line."""
+    before = ["", *arguments]
+    options = (*_CONFIG_PATH, *_CONFIG_DIR, *_CONFIG_NAME)
+    return [a for a, option in zip(arguments, before, strict=False) if not a.startswith("-") and option not in options]
 
 
 def absolute_config_path(arguments: list[str]) -> list[str]:

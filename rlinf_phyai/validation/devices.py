@@ -5,11 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rlinf_phyai.validation.placement import Component
+from rlinf_phyai.validation.placement import PLACEMENT, Component, placed_twice, replacing
 from rlinf_phyai.validation.problems import Problem, did_you_mean, one_of, show
 from rlinf_phyai.validation.settings import Settings
 
-PLACEMENT = "cluster.component_placement"
 SYNCERS = ("bucket", "patch")
 COMPRESSIONS = ("none", "nvcomp_lz4")
 FSDP_STRATEGIES = ("fsdp", "fsdp2")
@@ -36,6 +35,19 @@ def placement_syntax(s: Settings) -> Iterator[Problem]:
             "missing" if placed is None else placed,
             "resources[:processes] parts such as 0-3, all, 0-1:0-3",
             f"add {name} to {PLACEMENT}" if placed is None else f"correct the placement of {name}",
+        )
+
+
+def placed_once(s: Settings) -> Iterator[Problem]:
+    """A component may be placed by one key only."""
+    twice = placed_twice(s.keys(PLACEMENT))
+    if twice:
+        yield Problem(
+            PLACEMENT,
+            "; ".join(f"{name} placed by {' and '.join(map(repr, keys))}" for name, keys in twice.items()),
+            "every component under one key",
+            f"keep one of the keys; on the command line replace the whole section, for example {replacing()}",
+            "RLinf refuses a component with two placements, and an override with + adds a key beside those of the file",
         )
 
 
@@ -207,7 +219,7 @@ def precision(s: Settings) -> Iterator[Problem]:
             yield Problem(key, show(value), "null", f"set {key}: null", PRECISION_REASON)
 
 
-CHECKS_ANY = (placement_syntax,)
+CHECKS_ANY = (placement_syntax, placed_once)
 CHECKS = (
     one_gpu_per_rollout_worker,
     fsdp_strategy,

@@ -8,12 +8,15 @@ processes share one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig
 
+PLACEMENT = "cluster.component_placement"
+"""The config's section: ``component[,component...]`` -> placement."""
 NODE_GROUP = "node"
 CLUSTER_GROUP = "cluster"
 
@@ -125,6 +128,25 @@ def _share(resources: list[int], processes: int) -> Iterator[tuple[int, ...]]:
         for resource in resources:
             for _ in range(processes // len(resources)):
                 yield (resource,)
+
+
+def names_of(entry: str) -> list[str]:
+    """The components that a key of the section places: ``actor,env`` are two."""
+    return [name.strip() for name in entry.split(",")]
+
+
+def placed_twice(entries: Iterable[str]) -> dict[str, list[str]]:
+    """Component -> the keys that place it, for components that RLinf would find placed more than once."""
+    places: dict[str, list[str]] = {}
+    for entry in entries:
+        for name in names_of(entry):
+            places.setdefault(name, []).append(entry)
+    return {name: keys for name, keys in places.items() if len(keys) > 1}
+
+
+def replacing(section: str = "{actor: 0, rollout: 1, env: 1}") -> str:
+    """The overrides, quoted for a shell, that replace the whole section: Hydra alone would merge the new one into the old."""
+    return shlex.join([f"~{PLACEMENT}", f"+{PLACEMENT}={section}"])
 
 
 def resource_count(labels: Any, cluster: Any, gpus: int | None) -> int | None:

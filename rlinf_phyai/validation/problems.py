@@ -82,5 +82,11 @@ def one_of(names: Iterable[str]) -> str:
 
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """A hint that names the closest known spelling, or nothing."""
+    near = closest(name, known, cutoff)
+    return f"did you mean {near}?" if near else ""
+
+
+def closest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The known name most like ``name``, None where none is alike."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
-    return f"did you mean {near[0]}?" if near else ""
+    return near[0] if near else None

@@ -18,7 +18,14 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlinf_phyai import backends
-from rlinf_phyai.validation.placement import Component, PlacementSyntaxError, component, resource_count
+from rlinf_phyai.validation.placement import (
+    PLACEMENT,
+    Component,
+    PlacementSyntaxError,
+    component,
+    names_of,
+    resource_count,
+)
 
 PHYAI = backends.PHYAI_BACKEND.name
 SECTIONS = ("train", "eval")
@@ -202,9 +209,9 @@ class Settings:
 
     def component(self, name: str) -> Component | str | None:
         """Where the processes of ``actor``, ``rollout`` or ``env`` run; an error text; None where it is not placed."""
-        placements = self.get("cluster.component_placement")
-        for names in self.keys("cluster.component_placement"):
-            if name not in (part.strip() for part in names.split(",")):
+        placements = self.get(PLACEMENT)
+        for names in self.keys(PLACEMENT):
+            if name not in names_of(names):
                 continue
             try:
                 entry = placements[names]

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configs that are none: every program and command says so in one line, never with a traceback."""
+"""Configs that are none and overrides of keys that are none: every program and command says so in one line, never with a traceback."""
 
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -59,6 +60,97 @@ def test_a_directory(command: str, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, [command, str(tmp_path / "own.yaml"), *options])
     assert isinstance(result.exception, SystemExit)
     assert "is a directory; name a .yaml file" in " ".join(result.output.split())
+
+
+EXAMPLE = Path(__file__).resolve().parents[3] / "examples/embodiment/config/libero_spatial_ppo_openpi_pi05_phyai.yaml"
+REPLACED = "'~cluster.component_placement' '+cluster.component_placement={}'"
+EXAMPLE_SECTION = "{actor: 0, rollout: 1, env: 1}"
+UNKNOWN = {
+    "rollout.phyai.kernel_polcy=torch_reference": "no key rollout.phyai.kernel_polcy; did you mean rollout.phyai.kernel_policy?",
+    "env.train.total_num_env=4": "no key env.train.total_num_env; did you mean env.train.total_num_envs?",
+    "rolout.phyai.kernel_policy=a": "did you mean rollout.phyai.kernel_policy?",  # a section's name
+    "rollout.phyai={kernel_polcy: a}": "no key rollout.phyai.kernel_polcy; did you mean rollout.phyai.kernel_policy?",
+    "~rollout.phyai.kernel_polcy": "did you mean rollout.phyai.kernel_policy?",
+    "~qqq": "no key qqq; leave ~qqq out",
+    "qqq=1": "no key qqq; correct it; for a key that is new on purpose write +qqq=1",
+    "cluster.component_placement={env: 0-1, rollout: 2-5, actor: 6-7}": "replace the whole section: "
+    + REPLACED.format("{env: 0-1, rollout: 2-5, actor: 6-7}"),
+    "cluster.component_placement.actor=0": f"replace the whole section: {REPLACED.format(EXAMPLE_SECTION)}",
+}
+
+
+@pytest.mark.parametrize("override", UNKNOWN)
+def test_an_unknown_key(override: str) -> None:
+    with pytest.raises(config_files.ConfigFileError) as raised:
+        config_files.load_config(str(EXAMPLE), [override])
+    assert UNKNOWN[override] in str(raised.value)
+    assert str(raised.value) == f"{raised.value.found}; {raised.value.fix}"
+    assert "To append" not in str(raised.value)
+
+
+def test_two_unknown_keys() -> None:
+    """The first is explained although the config does not compose without it either."""
+    with pytest.raises(config_files.ConfigFileError, match=r"did you mean env\.train\.total_num_envs\?"):
+        config_files.load_config(str(EXAMPLE), ["env.train.total_num_env=4", "runner.max_step=3", "runner.max_steps=3"])
+
+
+def test_the_advice_works() -> None:
+    section = "{env: 0-1, rollout: 2-5, actor: 6-7}"
+    cfg = config_files.load_config(str(EXAMPLE), shlex.split(REPLACED.format(section)))
+    assert cfg.cluster.component_placement == {"env": "0-1", "rollout": "2-5", "actor": "6-7"}
+    cfg = config_files.load_config(str(EXAMPLE), shlex.split(REPLACED.format(EXAMPLE_SECTION)))
+    assert cfg.cluster.component_placement == {"actor": 0, "rollout": 1, "env": 1}
+
+
+def test_a_key_that_is_null() -> None:
+    with pytest.raises(
+        config_files.ConfigFileError, match=r"runner\.resume_dir is null, .*leave ~runner\.resume_dir out"
+    ):
+        config_files.load_config(str(EXAMPLE), ["~runner.resume_dir"])
+
+
+def test_no_placement_to_replace(tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text("cluster:\n  num_nodes: 1\n")
+    with pytest.raises(config_files.ConfigFileError) as raised:
+        config_files.load_config(str(tmp_path / "own.yaml"), ["cluster.component_placement={actor: 0}"])
+    assert "write '+cluster.component_placement={actor: 0}'" in str(raised.value)
+    assert "~" not in raised.value.fix
+
+
+@pytest.mark.parametrize(
+    ("command", "override"),
+    [
+        ("check", "env.train.total_num_env=4"),
+        ("compare", "env.train.total_num_env=4"),
+        ("doctor", "cluster.component_placement={actor: 0, env: 0}"),
+    ],
+)
+def test_commands_explain_an_unknown_key(command: str, override: str) -> None:
+    options = ["--only-config"] if command == "doctor" else []
+    result = CliRunner().invoke(app, [command, str(EXAMPLE), override, *options], terminal_width=1000)
+    assert result.exit_code == (1 if command == "doctor" else 2), result.exception
+    text = " ".join(result.output.split())
+    assert (
+        "did you mean env.train.total_num_envs?" if "total" in override else "replace the whole section: '~"
+    ) in text
+    assert "To append" not in text
+    assert "name a file" not in text
+
+
+@pytest.mark.parametrize("program", ["train", "eval"])
+def test_programs_explain_an_unknown_key(program: str) -> None:
+    result = run(
+        program, "--config-path", str(EXAMPLE.parent), "--config-name", EXAMPLE.stem, "env.train.total_num_env=4"
+    )
+    assert result.returncode == 1
+    assert result.stdout.count("\n") == 1
+    assert "no key env.train.total_num_env; did you mean env.train.total_num_envs?" in result.stdout
+    assert "Traceback" not in result.stdout + result.stderr
+
+
+def test_the_overrides_of_a_command_line() -> None:
+    given = ["--config-path", "a=b", "-cn=own", "x=1", "--config-dir=c", "~y", "+z=-1"]
+    assert launch.overrides(given) == ["x=1", "~y", "+z=-1"]
 
 
 def run(program: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

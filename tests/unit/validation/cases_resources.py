@@ -26,6 +26,16 @@ RESOURCES = [
         ("no `placement`",),
     ),
     Case(
+        "placed_once",
+        P,
+        {f"{P}.actor": 0},  # beside the example's own key, as +cluster.component_placement.actor=0 leaves it
+        (
+            "actor placed by 'actor,env,rollout' and 'actor';",
+            "'~cluster.component_placement' '+cluster.component_placement={actor: 0, rollout: 1, env: 1}'",
+        ),
+    ),
+    Case("placed_once", P, placed(actor_env="0", env_rollout="1"), ("env placed by 'actor,env' and 'env,rollout'",)),
+    Case(
         "one_gpu_per_rollout_worker",
         f"{P}.rollout",
         placed(actor_env="0-3", rollout="0-3:0-1"),

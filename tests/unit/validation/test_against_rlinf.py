@@ -7,6 +7,7 @@ training step that cannot be called without a model. The processes of a cluster 
 
 import dataclasses
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,7 +39,7 @@ from rlinf_phyai.validation.model import (
     PROMPT_TOKENS,
     VALID_CAMERAS,
 )
-from rlinf_phyai.validation.placement import Component, component
+from rlinf_phyai.validation.placement import Component, component, placed_twice
 
 WORLDS = ("env", "rollout", "actor")
 
@@ -275,6 +276,30 @@ def test_placement_syntax_is_rlinfs(text: str, available: int) -> None:
         assert isinstance(ours, Component)
         assert ours.world_size == len(theirs)
         assert ours.resources == tuple(tuple(theirs[process]) for process in sorted(theirs))
+
+
+components = st.lists(st.sampled_from(["actor", "env", "rollout", "reward"]), min_size=1, max_size=3)
+
+
+@property_test(200)
+@given(entries=st.lists(components.map(", ".join), max_size=3, unique=True))
+def test_components_placed_twice_are_those_that_rlinf_refuses(entries: list[str]) -> None:
+    node = SimpleNamespace(hardware_type=None, hardware_resource_count=1)
+    parser = ComponentPlacement.__new__(ComponentPlacement)
+    cfg = OmegaConf.create({"cluster": {"component_placement": dict.fromkeys(entries, "0")}})
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        # Where the processes run is not the question, and takes a cluster.
+        monkeypatch.setattr(ComponentPlacement, "_parse_rank_map", lambda *_: {(0,): [0]})
+        monkeypatch.setattr(ComponentPlacement, "_gen_node_placement", lambda *_: None)
+        monkeypatch.setattr(ComponentPlacement, "_gen_resource_placement", lambda *_: None)
+        try:
+            ComponentPlacement.__init__(parser, cfg, SimpleNamespace(get_node_group=lambda *_: node))  # type: ignore[arg-type]
+            refused = ""
+        except AssertionError as error:
+            refused = str(error)
+    twice = placed_twice(entries)
+    assert bool(twice) == bool(refused), refused
+    assert not refused or any(f"Component {name} has multiple placements" in refused for name in twice)
 
 
 def test_placement_of_an_unknown_cluster() -> None:
