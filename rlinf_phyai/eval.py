@@ -11,7 +11,8 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
-from rlinf_phyai.driver.launch import run_as_program, run_hydra, say, worker_groups
+from rlinf_phyai.driver.launch import say, worker_groups
+from rlinf_phyai.driver.program import run_as_program, run_hydra
 from rlinf_phyai.evaluation.config import for_evaluation
 
 

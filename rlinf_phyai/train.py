@@ -10,7 +10,8 @@ from typing import Any
 import hydra
 from omegaconf import DictConfig
 
-from rlinf_phyai.driver.launch import run_as_program, run_hydra, say, worker_groups
+from rlinf_phyai.driver.launch import say, worker_groups
+from rlinf_phyai.driver.program import run_as_program, run_hydra
 from rlinf_phyai.driver.shutdown import Interrupted
 from rlinf_phyai.errors import PhyaiError
 

@@ -27,7 +27,8 @@ import ray
 import torch
 from omegaconf import DictConfig
 
-from rlinf_phyai.driver.launch import absolute_config_path, run_as_program, worker_groups
+from rlinf_phyai.driver.launch import worker_groups
+from rlinf_phyai.driver.program import absolute_config_path, run_as_program
 from rlinf_phyai.driver.runner import PhyaiRunner
 from rlinf_phyai.train import train
 from tests.integration.faults import FAULTS

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from rlinf_phyai import config_files
 from rlinf_phyai.cli import app
-from rlinf_phyai.driver import launch
+from rlinf_phyai.driver import program
 
 NONE: dict[str, tuple[bytes | None, str]] = {
     "missing": (None, "there is no config"),
@@ -150,7 +150,7 @@ def test_programs_explain_an_unknown_key(program: str) -> None:
 
 def test_the_overrides_of_a_command_line() -> None:
     given = ["--config-path", "a=b", "-cn=own", "x=1", "--config-dir=c", "~y", "+z=-1"]
-    assert launch.overrides(given) == ["x=1", "~y", "+z=-1"]
+    assert program.overrides(given) == ["x=1", "~y", "+z=-1"]
 
 
 def run(program: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -191,21 +191,21 @@ def test_a_file_that_a_config_includes(tmp_path: Path) -> None:
 
 def test_the_file_of_a_command_line(tmp_path: Path) -> None:
     file = tmp_path / "own.yaml"
-    assert launch.config_file(["--config-path", str(tmp_path), "--config-name", "own", "a=b"]) == file
-    assert launch.config_file([f"--config-path={tmp_path}", "-cn", "own.yaml"]) == file
+    assert program.config_file(["--config-path", str(tmp_path), "--config-name", "own", "a=b"]) == file
+    assert program.config_file([f"--config-path={tmp_path}", "-cn", "own.yaml"]) == file
     for unknown in (
         [],
         ["--config-name", "own"],
         ["-cp", "pkg://x", "-cn", "own"],
         ["-cp", "a", "-cd", "b", "-cn", "c"],
     ):
-        assert launch.config_file(unknown) is None
+        assert program.config_file(unknown) is None
 
 
 def test_a_fault_of_the_program_is_no_fault_of_the_config(capsys: pytest.CaptureFixture[str]) -> None:
     from omegaconf import OmegaConf
 
     with pytest.raises(SystemExit) as exit_:
-        launch.run_as_program(lambda cfg: cfg.nowhere.deep, OmegaConf.create({"a": 1}))
+        program.run_as_program(lambda cfg: cfg.nowhere.deep, OmegaConf.create({"a": 1}))
     assert exit_.value.code == 1
     assert "Traceback" in capsys.readouterr().err

@@ -18,21 +18,21 @@ import pytest
 from omegaconf import OmegaConf
 
 from rlinf_phyai import environment
-from rlinf_phyai.driver import launch, shutdown
+from rlinf_phyai.driver import launch, program, shutdown
 from rlinf_phyai.errors import PhyaiError
 from rlinf_phyai.evaluation.config import for_evaluation
 
 
 def test_relative_config_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert launch.absolute_config_path(["--config-path", "mine", "a=b"]) == [
+    assert program.absolute_config_path(["--config-path", "mine", "a=b"]) == [
         "--config-path",
         str(tmp_path / "mine"),
         "a=b",
     ]
-    assert launch.absolute_config_path(["--config-path=mine"]) == [f"--config-path={tmp_path / 'mine'}"]
+    assert program.absolute_config_path(["--config-path=mine"]) == [f"--config-path={tmp_path / 'mine'}"]
     for untouched in (["--config-path=pkg://mine"], ["--config-name", "mine"], ["--config-path"], ["path=mine"]):
-        assert launch.absolute_config_path(untouched) == untouched
+        assert program.absolute_config_path(untouched) == untouched
 
 
 def test_paths_of_the_config_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +105,7 @@ def test_own_errors_become_messages(capsys: pytest.CaptureFixture[str]) -> None:
         raise PhyaiError("the reason")
 
     with pytest.raises(SystemExit) as exit_:
-        launch.run_as_program(refuse, OmegaConf.create({"a": 1}))
+        program.run_as_program(refuse, OmegaConf.create({"a": 1}))
     assert exit_.value.code == 1
     assert "[rlinf-phyai] stopped: the reason" in capsys.readouterr().out
 
