@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from rlinf_phyai.evaluation.outcomes import Episode
 from rlinf_phyai.evaluation.report import Evaluation
@@ -50,8 +51,8 @@ def test_users_own_config_directory(start: StartProgram, tmp_path: Path, reposit
     )
     run = program.finish()
     run.assert_success()
-    assert '"mine": "env"' in run.output
-    assert '"mine": "model"' in run.output
+    cfg = OmegaConf.load(run.log_dir / "config.yaml")
+    assert (cfg.env.train.mine, cfg.actor.model.mine) == ("env", "model")
     assert "rollout PhyaiRolloutWorker" in run.output
 
     scalars = run.scalars()
