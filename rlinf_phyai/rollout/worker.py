@@ -9,6 +9,7 @@ bar is worth a line.
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any, Literal
 
 import torch
@@ -23,11 +24,7 @@ from rlinf_phyai.rollout.policy import PhyaiPolicy
 from rlinf_phyai.signs import SignsOfLife, mark
 
 BAR_EVERY_S = 15.0
-"""Seconds between two lines of RLinf's progress bar."""
-
-
-# Ray prints every state of a bar on a line of its own: none for a short rollout, one every few seconds for a long one.
-huggingface_worker.tqdm = functools.partial(tqdm, delay=BAR_EVERY_S, mininterval=BAR_EVERY_S, leave=False)
+"""Seconds between two lines of RLinf's progress bar; tqdm's own variable ``TQDM_DELAY`` says when the first one comes."""
 
 
 class PhyaiRolloutWorker(SignsOfLife, MultiStepRolloutWorker):
@@ -46,6 +43,9 @@ class PhyaiRolloutWorker(SignsOfLife, MultiStepRolloutWorker):
             NotImplementedError: ``rollout.expert_model``.
             ValueError, PhyaiError: see :func:`rlinf_phyai.rollout.build.build_policy`.
         """
+        # Ray prints every state of a bar on a line of its own: none for a short rollout, one every few seconds for a long one.
+        delay = float(os.environ.get("TQDM_DELAY", BAR_EVERY_S))
+        huggingface_worker.tqdm = functools.partial(tqdm, delay=delay, mininterval=BAR_EVERY_S, leave=False)
         if self.cfg.rollout.get("expert_model", None):
             raise NotImplementedError(
                 "rollout.expert_model (DAgger) is not supported by rollout_backend phyai; use rollout_backend:"

@@ -62,6 +62,7 @@ def ends_because(program: Program, *causes: str, since: float | None = None) -> 
 
 
 STALL_S = 40.0  # no healthy phase of the tiny run lasts that long
+BARS = {"TQDM_DELAY": "0"}  # a rollout says when it begins
 STALL_SOON = (f"rollout.phyai.stall_timeout={STALL_S}", f"rollout.phyai.simulator_timeout={STALL_S - 5}")
 
 
@@ -75,7 +76,7 @@ class Interrupted:
 
 @pytest.fixture(scope="module")
 def interrupted(start: StartProgram) -> Interrupted:
-    program = start("launcher", "runner.save_interval=1", "runner.max_epochs=3", *STALL_SOON)
+    program = start("launcher", "runner.save_interval=1", "runner.max_epochs=3", *STALL_SOON, environment=BARS)
     program.wait_for("Generating Rollout Epochs:   0%", times=2)
     pid = worker_pid(program, "PhyaiRolloutWorker")
     os.kill(pid, signal.SIGSTOP)
@@ -156,7 +157,11 @@ def test_killed_rollout_worker(start: StartProgram) -> None:
 def test_worker_in_a_deadlock(start: StartProgram) -> None:
     """Its event loop is blocked, so no Ray call reaches it; the report shows the line."""
     program = start(
-        "driver", "runner.save_interval=1", "runner.max_epochs=2", *STALL_SOON, environment={"FAULT": "deadlock@1"}
+        "driver",
+        "runner.save_interval=1",
+        "runner.max_epochs=2",
+        *STALL_SOON,
+        environment={"FAULT": "deadlock@1", **BARS},
     )
     program.wait_for("Generating Rollout Epochs:   0%", times=2)
     run = ends_because(
@@ -171,7 +176,7 @@ def test_worker_in_a_deadlock(start: StartProgram) -> None:
 
 @pytest.mark.long
 def test_stopped_environment_worker_ends_an_evaluation(start: StartProgram) -> None:
-    program = start("evaluation", *STALL_SOON)
+    program = start("evaluation", *STALL_SOON, environment=BARS)
     program.wait_for("Evaluating Rollout Epochs:   0%")
     pid = worker_pid(program, "EvaluationEnvWorker")
     os.kill(pid, signal.SIGSTOP)
