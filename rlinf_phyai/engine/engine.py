@@ -24,7 +24,7 @@ from rlinf_phyai.engine.offload import HostCopy
 from rlinf_phyai.engine.weight_update import Batch, UpdateState, WeightUpdater
 from rlinf_phyai.errors import EngineClosedError, EngineOffloadedError, KernelPolicyError, RequestError
 from rlinf_phyai.kernels import UnknownKernel, resolve
-from rlinf_phyai.models.pi05.checkpoint import NOISE_HEAD, VALUE_HEAD, LoadReport
+from rlinf_phyai.models.pi05.checkpoint import VALUE_HEAD, LoadReport
 from rlinf_phyai.models.pi05.configuration import PI05Config
 from rlinf_phyai.models.pi05.exposed import ExposedMemory
 from rlinf_phyai.models.pi05.plugin import PI05Model
@@ -36,6 +36,7 @@ from rlinf_phyai.models.pi05.requests import (
     check_request,
 )
 from rlinf_phyai.models.pi05.stages import stage_programs
+from rlinf_phyai.models.pi05.weights import NOISE_LAYERS
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +113,7 @@ class Engine:
                 self._check_critic(model)
             steps = request.stochastic_steps
             if self.model_config.noise_method == "flow_noise" and (steps is None or bool(steps.any())):
-                self._check_written(model, "noise head", f"{NOISE_HEAD}mlp_logvar.", "stochastic_steps all False")
+                self._check_written(model, "noise head", NOISE_LAYERS, "stochastic_steps all False")
             return model.scheduler.rollout(checked, request.compute_value, self._run)
 
     def value(self, request: PI05Request) -> Tensor:
@@ -145,8 +146,7 @@ class Engine:
 
     @staticmethod
     def _check_written(model: PI05Model, part: str, stem: str, instead: str) -> None:
-        # A tensor that nobody wrote has version 0; RLinf's patch syncer writes in place, past the load report.
-        if any(view._version == 0 for name, view in model.weights.views.items() if name.startswith(stem)):
+        if not model.weights.head_written(stem):
             raise RequestError(
                 f"the {part} has no weights yet: the checkpoint holds no {stem}*; send them by a weight update first, or set "
                 f"{instead}."

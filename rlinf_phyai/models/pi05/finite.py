@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether weights are finite: reductions over many tensors, and one wait for their result."""
+"""Whether weights are finite: reductions over many tensors, and one wait for their result. And which samples of an input are not."""
 
 from __future__ import annotations
 
@@ -37,3 +37,8 @@ def all_finite(magnitudes: list[Tensor]) -> bool:
 def non_finite(views: Mapping[str, Tensor]) -> list[str]:
     """Names of the tensors that hold NaN or infinity, for messages; waits once per tensor."""
     return [name for name, view in views.items() if not view.is_meta and not bool(view.isfinite().all())]
+
+
+def non_finite_rows(batch: Tensor) -> list[int]:
+    """Samples of ``[B, n]`` that hold NaN or infinity; waits for the device."""
+    return (~torch.isfinite(batch)).any(dim=1).nonzero().flatten().tolist()

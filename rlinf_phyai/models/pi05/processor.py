@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlinf_phyai.models.pi05.finite import non_finite_rows
 from rlinf_phyai.models.pi05.resize import PilBilinearResize, runs_triton
 from rlinf_phyai.models.pi05.tokenizer import PromptTokenizer
 
@@ -247,7 +248,7 @@ class PI05Processor:
         if states is None:
             raise ValueError("discrete_state_input is set: the prompt needs the robot state, but states is None")
         normalized = self.normalize_state(states.cpu())
-        bad = (~torch.isfinite(normalized)).any(dim=1).nonzero().flatten().tolist()
+        bad = non_finite_rows(normalized)
         if bad:  # its bin would be a number like any other
             raise ValueError(
                 f"the robot state that belongs into the prompt holds NaN or infinite values in the samples {bad}; look at what the "

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rlinf_phyai.errors import RequestError
 from rlinf_phyai.models.pi05.configuration import PI05Config
+from rlinf_phyai.models.pi05.finite import non_finite_rows
 
 PREFIX_PRECISIONS = (None, "fp8")
 
@@ -289,7 +290,7 @@ def _check_state(state: Tensor) -> None:
     """Content of the state, for one on the CPU, where the simulators leave it; see :func:`_check_padding`."""
     if state.device.type != "cpu":
         return
-    bad = (~torch.isfinite(state)).any(dim=1).nonzero().flatten().tolist()
+    bad = non_finite_rows(state)
     if bad:
         raise RequestError(
             f"state holds NaN or infinite values in the samples {bad}; every value must be finite. It is the robot's state after "

@@ -25,6 +25,9 @@ from rlinf_phyai.models.pi05.checkpoint import (
 from rlinf_phyai.models.pi05.configuration import NOISE_HEAD_SIZES, GemmaConfig, PI05Config
 from rlinf_phyai.models.pi05.exposed import ExposedMemory
 
+NOISE_LAYERS = f"{NOISE_HEAD}mlp_logvar."
+"""The noise head without its bounds, which are no weights."""
+
 _TOWER = "paligemma_with_expert.paligemma.model.vision_tower.vision_model."
 _PROJECTOR = "paligemma_with_expert.paligemma.model.multi_modal_projector.linear."
 _PREFIX = "paligemma_with_expert.paligemma.model.language_model."
@@ -83,6 +86,10 @@ class PI05Weights:
         self._build_heads()
         self.memory = ExposedMemory(self.storages, self.views)
         self.storages, self.views = self.memory.wholes, self.memory.views
+        self._heads = {  # picked once: every request asks
+            stem: [view for name, view in self.views.items() if name.startswith(stem)]
+            for stem in (VALUE_HEAD, NOISE_LAYERS)
+        }
 
     # -- memory --
 
@@ -99,6 +106,13 @@ class PI05Weights:
     def write_counters(self) -> tuple[int, ...]:
         """torch's version counter of every storage; any in-place write to a storage or a view of it raises its counter."""
         return self.memory.write_counters()
+
+    def head_written(self, stem: str) -> bool:
+        """Whether every tensor of a head was written at least once; ``stem`` is ``VALUE_HEAD`` or :data:`NOISE_LAYERS`.
+
+        A tensor that nobody wrote has version 0; RLinf's patch syncer writes in place, past the load report.
+        """
+        return all(view._version for view in self._heads[stem])
 
     def vision_counters(self) -> tuple[int, ...]:
         """The write counters of everything that an image's tokens depend on: the vision tower and its projector."""
